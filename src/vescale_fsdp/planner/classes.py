@@ -1,0 +1,69 @@
+"""Shares by divisibility: in the class of L, shares are multiples of L and blocks that divide L may span many ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from .bounds import forced_bound
+from .greedy import NOWHERE, end_of
+from .problem import Order, Problem
+
+__all__ = ["MAX_CLASSES", "ShareClass", "share_classes"]
+
+MAX_CLASSES = 256
+"""Real groups have 1 to 13."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShareClass:
+    """Multiples of `divisor`, from `bound` on. On them, feasibility is monotone in the share for every order."""
+
+    divisor: int
+    bound: int
+    spans_ranks: tuple[bool, ...]
+
+    def fits(self, problem: Problem, order: Order, share: int) -> bool:
+        limit = problem.num_ranks * share
+        return end_of(order, problem.kinds, self.spans_ranks, share, limit) <= limit
+
+    def least_share(self, problem: Problem, order: Order, below: int) -> int:
+        """The least share of this class in which the order fits, if it is less than `below`; else NOWHERE."""
+        step, low, high = 1, self.bound, self.bound
+        while high < below and not self.fits(problem, order, high):
+            low, high, step = high + self.divisor, high + step * self.divisor, 2 * step
+        if high >= below:
+            high = (below - 1) // self.divisor * self.divisor
+            if high < low or not self.fits(problem, order, high):
+                return NOWHERE
+        while low < high:
+            middle = low + (high - low) // self.divisor // 2 * self.divisor
+            if self.fits(problem, order, middle):
+                high = middle
+            else:
+                low = middle + self.divisor
+        return high
+
+
+def share_classes(problem: Problem, at_least: int, below: int) -> Sequence[ShareClass]:
+    """Classes that may hold a share in [at_least, below), by ascending bound.
+
+    The divisors are the lcm closure of the unit and the granularities of tensors larger than a share: smaller ones never
+    cross two boundaries. The least share of any order lies in one of these classes.
+    """
+    divisors = {problem.unit}
+    for granularity in sorted({kind.granularity for kind in problem.kinds if kind.numel > at_least + 1}):
+        joined = (math.lcm(divisor, granularity) for divisor in sorted(divisors))
+        divisors.update([divisor for divisor in joined if divisor < below][: MAX_CLASSES - len(divisors)])
+    classes = (_share_class(problem, divisor, at_least) for divisor in sorted(divisors))
+    return sorted((c for c in classes if c.bound < below), key=lambda c: (c.bound, c.divisor))
+
+
+def _share_class(problem: Problem, divisor: int, at_least: int) -> ShareClass:
+    spans_ranks = tuple(divisor % kind.granularity == 0 for kind in problem.kinds)
+    single = (
+        kind.smallest_single_cut_share for kind, spans in zip(problem.kinds, spans_ranks, strict=True) if not spans
+    )
+    least = max(single, default=0)
+    return ShareClass(divisor, problem.round_up(max(at_least, least), divisor), spans_ranks)

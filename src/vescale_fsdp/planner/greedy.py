@@ -1,0 +1,77 @@
+"""Placing tensors in a given order, each at its earliest legal start: no other placement of that order ends earlier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .problem import Kind, Order
+
+__all__ = ["NOWHERE", "end_of", "end_of_run", "starts_of"]
+
+NOWHERE = 1 << 200
+"""The end of a placement that does not exist: behind every buffer."""
+
+
+def end_of(order: Order, kinds: Sequence[Kind], spans_ranks: Sequence[bool], share: int, limit: int) -> int:
+    """Where the order ends with this share; anything beyond `limit` when it does not fit.
+
+    `spans_ranks[k]`: tensors of kind k may be cut at several rank boundaries, because their granularity divides the share.
+    """
+    position = 0
+    for index, count in order:
+        kind = kinds[index]
+        position = end_of_run(position, kind.numel, kind.granularity, count, spans_ranks[index], share)
+        if position > limit:
+            return NOWHERE
+    return position
+
+
+def end_of_run(position: int, numel: int, granularity: int, count: int, spans_ranks: bool, share: int) -> int:
+    """Where `count` equal tensors end that are placed one after the other from `position` on.
+
+    A tensor that fits into the rest of this rank's share starts at once. Else it is cut at the boundary after as many whole
+    blocks as fit, if what is left fits into the next share or the tensor may span ranks; else it starts at the boundary.
+    """
+    while count:
+        rest = share - position % share
+        fitting = rest // numel
+        if fitting >= count:
+            return position + count * numel
+        if spans_ranks and numel % granularity == 0 and position % granularity == 0:
+            return position + count * numel  # every start is a multiple of the block, and so is every boundary
+        position += fitting * numel
+        rest = share - position % share
+        start = _start_of_cut(position, rest, numel, granularity, spans_ranks, share)
+        if start < 0:
+            return NOWHERE
+        position = start + numel
+        count -= fitting + 1
+    return position
+
+
+def starts_of(
+    order: Order, kinds: Sequence[Kind], spans_ranks: Sequence[bool], share: int
+) -> Iterator[tuple[int, int]]:
+    """(kind, start) of every tensor, in the order's order; the order must fit."""
+    position = 0
+    for index, count in order:
+        kind = kinds[index]
+        for _ in range(count):
+            rest = share - position % share
+            if kind.numel > rest:
+                position = _start_of_cut(position, rest, kind.numel, kind.granularity, spans_ranks[index], share)
+                assert position >= 0, "the order was found to fit before it was placed"
+            yield index, position
+            position += kind.numel
+
+
+def _start_of_cut(position: int, rest: int, numel: int, granularity: int, spans_ranks: bool, share: int) -> int:
+    """Start of a tensor that does not fit into the `rest` of a share at `position`; -1 if it fits nowhere."""
+    head = rest - rest % granularity
+    if spans_ranks or (head and numel - head <= share):
+        return position + rest - head
+    boundary = position + rest
+    if numel <= share:
+        return boundary
+    head = share - share % granularity
+    return boundary + share - head if head and numel - head <= share else -1
