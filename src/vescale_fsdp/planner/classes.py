@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .bounds import forced_bound
 from .greedy import NOWHERE, end_of
 from .problem import Order, Problem
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .problem import Kind, Order
 
-__all__ = ["NOWHERE", "end_of", "end_of_run", "starts_of"]
+__all__ = ["NOWHERE", "end_of", "end_of_run", "start_of_cut", "starts_of"]
 
 NOWHERE = 1 << 200
 """The end of a placement that does not exist: behind every buffer."""
@@ -41,7 +41,7 @@ def end_of_run(position: int, numel: int, granularity: int, count: int, spans_ra
             return position + count * numel  # every start is a multiple of the block, and so is every boundary
         position += fitting * numel
         rest = share - position % share
-        start = _start_of_cut(position, rest, numel, granularity, spans_ranks, share)
+        start = start_of_cut(position, rest, numel, granularity, spans_ranks, share)
         if start < 0:
             return NOWHERE
         position = start + numel
@@ -59,13 +59,13 @@ def starts_of(
         for _ in range(count):
             rest = share - position % share
             if kind.numel > rest:
-                position = _start_of_cut(position, rest, kind.numel, kind.granularity, spans_ranks[index], share)
+                position = start_of_cut(position, rest, kind.numel, kind.granularity, spans_ranks[index], share)
                 assert position >= 0, "the order was found to fit before it was placed"
             yield index, position
             position += kind.numel
 
 
-def _start_of_cut(position: int, rest: int, numel: int, granularity: int, spans_ranks: bool, share: int) -> int:
+def start_of_cut(position: int, rest: int, numel: int, granularity: int, spans_ranks: bool, share: int) -> int:
     """Start of a tensor that does not fit into the `rest` of a share at `position`; -1 if it fits nowhere."""
     head = rest - rest % granularity
     if spans_ranks or (head and numel - head <= share):
