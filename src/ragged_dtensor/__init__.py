@@ -1,1 +1,33 @@
-"""A."""
+"""Ragged shards: DTensors whose ranks own unequal, contiguous shares of a tensor.
+
+Reading order; a file imports only what stands before it:
+
+    errors granularity units layout _torch placement ownership collectives transition redistribute distribute
+    ops random checkpoint
+
+Importing changes nothing in torch. The first RaggedShard that is built installs the seams (`_torch.register`).
+"""
+
+from ragged_dtensor import checkpoint, ops, ownership, random  # noqa: F401  (they fill the seams)
+from ragged_dtensor.errors import (
+    LayoutError,
+    RaggedShardError,
+    UnsupportedOpError,
+    UnsupportedTorchError,
+    UnsupportedTransitionError,
+)
+from ragged_dtensor.granularity import Granularity
+from ragged_dtensor.placement import RaggedShard, StridedRaggedShard
+from ragged_dtensor.units import Units
+
+__all__ = [
+    "Granularity",
+    "LayoutError",
+    "RaggedShard",
+    "RaggedShardError",
+    "StridedRaggedShard",
+    "Units",
+    "UnsupportedOpError",
+    "UnsupportedTorchError",
+    "UnsupportedTransitionError",
+]

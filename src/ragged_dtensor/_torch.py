@@ -1,0 +1,348 @@
+"""Every private name of torch that this package uses, and the seams through which torch reaches our code.
+
+Importing installs nothing: `register()` does, when the first RaggedShard is built. Until the later files of the package
+have filled `seams`, and wherever they have no answer, a ragged tensor raises; stock tensors never get here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate
+
+# Private, all since torch 2.11 or earlier: there is no registry for placements (pytorch#169320).
+from torch.distributed.tensor import _api, _dispatch, _redistribute, _utils  # isort: skip
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # isort: skip
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding  # isort: skip
+from torch.distributed.tensor.placement_types import _StridedShard  # isort: skip
+
+from ragged_dtensor.errors import RaggedShardError, UnsupportedOpError, UnsupportedTorchError
+
+__all__ = ["DTensorSpec", "OpSchema", "OutputSharding", "Placement", "TensorMeta", "register", "seams"]
+
+OLDEST, NEWEST_BEFORE = (2, 11), (2, 15)
+
+
+def _unfilled(*args: object, **kwargs: object) -> NoReturn:
+    raise RaggedShardError("ragged_dtensor is only partly imported. Import the package, not one of its files.")
+
+
+@dataclass
+class Seams:
+    """Our answers to torch's questions about ragged tensors; each later file of the package fills in its own.
+
+    is_ragged(placement) -> bool
+    local_shape(shape, mesh, placements) -> the local shape on this rank
+    global_shape(local, mesh, placements) -> the full shape, or an error that says why it cannot be inferred
+    redistribute(local, current_spec, target_spec, *, async_op) -> the new local tensor
+    distribute(tensor, mesh, placements, *, src_data_rank) -> a new DTensor
+    propagate(op_schema) -> OutputSharding with tensor meta, or an UnsupportedOpError (other errors lose their type)
+    handlers[op](op, args, kwargs) -> result: ops that torch answers before it asks for a sharding (argmax, as_strided,
+        the AMP check) and ops named here; called only if an operand is ragged
+    safe_globals: what `torch.load(weights_only=True)` may call to rebuild a placement
+    write_items(dtensor, fqn), chunk_list(dtensor), tensor_shard(dtensor, index): DCP's three questions
+    """
+
+    is_ragged: Callable[[object], bool] = lambda placement: False
+    local_shape: Callable[..., tuple[int, ...]] = _unfilled
+    global_shape: Callable[..., tuple[int, ...]] = _unfilled
+    redistribute: Callable[..., torch.Tensor] = _unfilled
+    distribute: Callable[..., DTensor] = _unfilled
+    propagate: Callable[[OpSchema], OutputSharding] = _unfilled
+    handlers: dict[Any, Callable[..., Any]] = None  # type: ignore[assignment]
+    write_items: Callable[..., list[Any]] = _unfilled
+    chunk_list: Callable[..., list[Any]] = _unfilled
+    tensor_shard: Callable[..., torch.Tensor] = _unfilled
+    safe_globals: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.handlers = {}
+
+    def any_ragged(self, placements: Sequence[object] | None) -> bool:
+        return any(map(self.is_ragged, placements or ()))
+
+
+seams = Seams()
+
+
+@functools.cache
+def register() -> None:
+    """Teach the installed torch about ragged placements, once; refuse a torch that lacks what this needs."""
+    check_torch()
+    _install_op_seams()
+    _install_movement_seams()
+    _install_local_tensor_seams()
+    _install_distribute_seam()
+    _install_checkpoint_seams()
+    torch.serialization.add_safe_globals(list(seams.safe_globals))
+
+
+# --- which torch
+
+
+NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "torch.distributed.tensor._api": (
+        _api,
+        (
+            "_ToTorchTensor",
+            "compute_global_tensor_info",
+            "distribute_tensor",
+            "redistribute_local_tensor",
+        ),
+    ),
+    "torch.distributed.tensor._dispatch": (_dispatch, ("redistribute_local_tensor",)),
+    "torch.distributed.tensor._redistribute": (_redistribute, ("redistribute_local_tensor", "_redistribute_backward")),
+    "torch.distributed.tensor._utils": (_utils, ("_compute_local_shape_and_global_offset",)),
+    "DTensor._op_dispatcher": (DTensor._op_dispatcher, ("sharding_propagator", "_custom_op_handlers")),
+    "DTensor._op_dispatcher.sharding_propagator": (
+        DTensor._op_dispatcher.sharding_propagator,
+        ("propagate_op_sharding", "propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"),
+    ),
+    "DTensor": (DTensor, ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")),
+}
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """Raise UnsupportedTorchError unless this torch is in the supported range and has every name in NEEDED."""
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    missing = [
+        f"{where}.{name}" for where, (owner, names) in NEEDED.items() for name in names if not hasattr(owner, name)
+    ]
+    if OLDEST <= release < NEWEST_BEFORE and not missing:
+        return
+    supported = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, NEWEST_BEFORE))}"
+    lacks = f" and lacks {', '.join(missing)}" if missing else ""
+    raise UnsupportedTorchError(
+        f"RaggedShard extends torch {supported}; this is torch {version}{lacks}. Install a supported torch."
+    )
+
+
+# --- ops
+
+
+def _install_op_seams() -> None:
+    dispatcher = DTensor._op_dispatcher
+    propagator = dispatcher.sharding_propagator
+    stock = propagator.propagate_op_sharding_non_cached
+
+    def propagate(op_schema: OpSchema) -> OutputSharding:
+        if any(seams.any_ragged(spec.placements) for spec in _specs(op_schema)):
+            return seams.propagate(op_schema)
+        return stock(op_schema)  # type: ignore[no-any-return]
+
+    # C++ asks through the first name on a cache miss, Python through the second, which had captured the stock method.
+    propagator.propagate_op_sharding_non_cached = propagate
+    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate)
+    for op, handler in dispatcher._custom_op_handlers.items():
+        dispatcher._custom_op_handlers[op] = _guarded(handler)
+
+
+def _specs(op_schema: OpSchema) -> list[DTensorSpec]:
+    leaves = torch.utils._pytree.tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
+    return [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
+
+
+def _guarded(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler of torch's that leaves ragged operands to ours."""
+
+    @functools.wraps(stock)
+    def handle(op: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        ragged = [leaf for leaf in leaves if isinstance(leaf, DTensor) and seams.any_ragged(leaf.placements)]
+        if not ragged or op in SAFE_HANDLERS:
+            return stock(op, args, kwargs)
+        if op in seams.handlers:
+            return seams.handlers[op](op, args, kwargs)
+        raise UnsupportedOpError(
+            f"{op} has no rule for {ragged[0].placements} (shape {tuple(ragged[0].shape)}). Redistribute first: "
+            "x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)."
+        )
+
+    return handle
+
+
+# These two look at the shape or at the local memory alone and are right for any placement.
+SAFE_HANDLERS = {torch.ops.aten.is_same_size.default, torch.ops.aten.is_pinned.default}
+
+
+def propagate_tensor_meta(op_schema: OpSchema) -> TensorMeta | Sequence[TensorMeta | None] | None:
+    """Global shape, stride and dtype of the op's results, by running it on fake full tensors."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return propagator._propagate_tensor_meta_non_cached(op_schema)  # type: ignore[no-any-return]
+
+
+# --- movement
+
+
+def _install_movement_seams() -> None:
+    stock = _redistribute.redistribute_local_tensor
+
+    @functools.wraps(stock)
+    def redistribute_local_tensor(
+        local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any
+    ) -> torch.Tensor:
+        if seams.any_ragged(current_spec.placements) or seams.any_ragged(target_spec.placements):
+            async_op = options.get("async_op", False)
+            return seams.redistribute(local_tensor, current_spec, target_spec, async_op=async_op)
+        return stock(local_tensor, current_spec, target_spec, **options)  # type: ignore[no-any-return]
+
+    # Modules imported it by name; those not loaded yet will find the new one in `_redistribute`.
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType) and vars(module).get("redistribute_local_tensor") is stock:
+            module.redistribute_local_tensor = redistribute_local_tensor  # type: ignore[attr-defined]
+    _install_gradient_of_partial()
+
+
+def _install_gradient_of_partial() -> None:
+    """The gradient of Partial -> Ragged is Replicate, as torch has it for Partial -> Shard."""
+    stock = _redistribute._redistribute_backward
+
+    @functools.wraps(stock)
+    def redistribute_backward(grad_output: DTensor, previous_spec: DTensorSpec, **options: Any) -> Any:
+        pairs = zip(grad_output.placements, previous_spec.placements, strict=True)
+        placements = tuple(
+            Replicate() if seams.is_ragged(current) and target.is_partial() else target for current, target in pairs
+        )
+        if placements != previous_spec.placements:
+            previous_spec = DTensorSpec(previous_spec.mesh, placements, tensor_meta=previous_spec.tensor_meta)
+        return stock(grad_output, previous_spec, **options)
+
+    _redistribute._redistribute_backward = redistribute_backward
+
+
+# --- local tensors
+
+
+def _install_local_tensor_seams() -> None:
+    _install_to_local_gradient()
+    _install_global_shape()
+    _install_local_shape()
+
+
+def _install_to_local_gradient() -> None:
+    """A local gradient becomes a DTensor of the full tensor's shape and stride, which a flat cut cannot tell."""
+    stock = _api._ToTorchTensor.backward
+
+    def backward(ctx: Any, grad_output: torch.Tensor | None) -> tuple[DTensor | None, None]:
+        spec = ctx.dtensor_spec
+        if grad_output is None or not seams.any_ragged((*spec.placements, *(ctx.grad_placements or ()))):
+            return stock(ctx, grad_output)  # type: ignore[no-any-return]
+        placements = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
+        placements = ctx.grad_placements or placements
+        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, grad_output.dtype)
+        grad_spec = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
+        local = grad_output.contiguous()
+        return new_dtensor(local, grad_spec, requires_grad=local.requires_grad), None
+
+    _api._ToTorchTensor.backward = staticmethod(backward)
+
+
+def _install_global_shape() -> None:
+    """`DTensor.from_local` without a shape asks C++, which refuses an unknown placement."""
+    stock = _api.compute_global_tensor_info
+
+    def compute_global_tensor_info(
+        tensor: torch.Tensor, mesh: Any, placements: Sequence[Placement]
+    ) -> tuple[list[int], list[int]]:
+        if not seams.any_ragged(placements):
+            return stock(tensor, mesh, placements)  # type: ignore[no-any-return]
+        shape = seams.global_shape(tensor, mesh, placements)
+        return list(shape), list(contiguous_stride(shape))
+
+    _api.compute_global_tensor_info = compute_global_tensor_info
+
+
+def _install_local_shape() -> None:
+    """Factories, loaders and checkpoints ask for a box per rank and would take a ragged shard for a replica."""
+    stock = _utils._compute_local_shape_and_global_offset
+
+    @functools.wraps(stock)
+    def compute(
+        global_shape: Any,
+        mesh_shape: Any,
+        my_coordinate: Any,
+        placements: Sequence[Placement],
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if not seams.any_ragged(placements):
+            return stock(global_shape, mesh_shape, my_coordinate, placements, *args, **kwargs)  # type: ignore[no-any-return]
+        if not (args[0] if args else kwargs.get("skip_offset", False)):
+            raise RaggedShardError(
+                f"A shard of {tuple(placements)} is not one box of the full tensor, so it has no single offset. "
+                "Ask ragged_dtensor.ownership.piece_of(...).boxes(), or redistribute first."
+            )
+        lookup = my_coordinate.__getitem__ if isinstance(my_coordinate, list | tuple) else my_coordinate
+        coordinate = tuple(int(lookup(axis)) for axis in range(len(placements)))
+        return seams.local_shape(tuple(global_shape), placements, tuple(mesh_shape), coordinate), ()
+
+    _utils._compute_local_shape_and_global_offset = compute
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def new_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> DTensor:
+    """A DTensor around `local` itself, as torch's own op rules build it: no autograd between the two."""
+    return DTensor(local, spec, requires_grad=requires_grad)
+
+
+# --- distribute_tensor
+
+
+def _install_distribute_seam() -> None:
+    """Lead torch's own `distribute_tensor` to ours when a placement is ragged.
+
+    Loaders hold it under names bound before this package was imported, so the function object itself has to change, and
+    it calls nothing on the way that could be answered instead: its code is swapped, its identity, signature and
+    defaults stay.
+    """
+    function = _api.distribute_tensor
+    stock = types.FunctionType(
+        function.__code__, function.__globals__, "stock_distribute_tensor", function.__defaults__
+    )
+    stock.__kwdefaults__ = function.__kwdefaults__
+    function.__globals__["_ragged_dtensor"] = (seams, stock)
+    function.__code__ = _lead.__code__
+
+
+def _lead(
+    tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: int | None = 0
+) -> Any:  # pragma: no cover - only its code is used, with the globals of torch's module
+    seams, stock = _ragged_dtensor  # type: ignore[name-defined]  # noqa: F821
+    if seams.any_ragged(placements):
+        return seams.distribute(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+    return stock(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+
+
+# --- checkpoints
+
+
+def _install_checkpoint_seams() -> None:
+    """DCP's three questions; its default answers would say that every rank holds the whole tensor."""
+
+    def lead(name: str, ours: Callable[..., Any]) -> None:
+        stock = getattr(DTensor, name)
+
+        @functools.wraps(stock)
+        def method(self: DTensor, *args: Any) -> Any:
+            return ours(self, *args) if seams.any_ragged(self.placements) else stock(self, *args)
+
+        setattr(DTensor, name, method)
+
+    lead("__create_write_items__", lambda self, fqn, object: seams.write_items(self, fqn))
+    lead("__create_chunk_list__", lambda self: seams.chunk_list(self))
+    lead("__get_tensor_shard__", lambda self, index: seams.tensor_shard(self, index))
