@@ -1,0 +1,44 @@
+"""Shapes of an nn.Module, or of what `package.module:factory` builds on the meta device."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from operator import attrgetter
+from typing import Any
+
+from ..spec import ParamSpec
+from .values import ModelShapes, ShapeError, group_by_block
+
+__all__ = ["from_factory", "from_module"]
+
+
+def from_module(module: Any, *, model: str = "", source: str = "module") -> ModelShapes:
+    """Shapes of an nn.Module; tied parameters count once, and blocks are found as `group_by_block` does."""
+    specs = [
+        ParamSpec(fqn, tuple(param.shape), str(param.dtype).removeprefix("torch."))
+        for fqn, param in module.named_parameters()
+    ]
+    return ModelShapes(model or type(module).__name__, source, group_by_block(specs))
+
+
+def from_factory(source: str) -> ModelShapes:
+    """Import and call a factory that takes no arguments; the current folder is searched first."""
+    import torch
+
+    module_name, _, attribute = source.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        factory = attrgetter(attribute)(importlib.import_module(module_name))
+        if isinstance(factory, torch.nn.Module):
+            return from_module(factory, model=attribute, source=source)
+        with torch.device("meta"):
+            module = factory()
+    except Exception as error:  # whatever the user's own code raises
+        raise ShapeError(f"{source}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not isinstance(module, torch.nn.Module):
+        raise ShapeError(f"{source}: the factory returned {type(module).__name__}, expected a torch.nn.Module")
+    return from_module(module, model=attribute, source=source)
