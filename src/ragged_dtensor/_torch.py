@@ -21,9 +21,9 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from torch.distributed.tensor import _api, _dispatch, _redistribute, _utils  # isort: skip
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # isort: skip
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding  # isort: skip
-from torch.distributed.tensor.placement_types import _StridedShard  # isort: skip
+from torch.utils._python_dispatch import return_and_correct_aliasing  # isort: skip
 
-from ragged_dtensor.errors import RaggedShardError, UnsupportedOpError, UnsupportedTorchError
+from ragged_dtensor.errors import RaggedShardError, UnsupportedTorchError
 
 __all__ = ["DTensorSpec", "OpSchema", "OutputSharding", "Placement", "TensorMeta", "register", "seams"]
 
@@ -43,9 +43,8 @@ class Seams:
     global_shape(local, mesh, placements) -> the full shape, or an error that says why it cannot be inferred
     redistribute(local, current_spec, target_spec, *, async_op) -> the new local tensor
     distribute(tensor, mesh, placements, *, src_data_rank) -> a new DTensor
-    propagate(op_schema) -> OutputSharding with tensor meta, or an UnsupportedOpError (other errors lose their type)
-    handlers[op](op, args, kwargs) -> result: ops that torch answers before it asks for a sharding (argmax, as_strided,
-        the AMP check) and ops named here; called only if an operand is ragged
+    answer(op, args, kwargs, op_info) -> an OutputSharding with tensor meta, which torch caches and carries out, or
+        anything else: the op's result
     safe_globals: what `torch.load(weights_only=True)` may call to rebuild a placement
     write_items(dtensor, fqn), chunk_list(dtensor), tensor_shard(dtensor, index): DCP's three questions
     """
@@ -55,15 +54,11 @@ class Seams:
     global_shape: Callable[..., tuple[int, ...]] = _unfilled
     redistribute: Callable[..., torch.Tensor] = _unfilled
     distribute: Callable[..., DTensor] = _unfilled
-    propagate: Callable[[OpSchema], OutputSharding] = _unfilled
-    handlers: dict[Any, Callable[..., Any]] = None  # type: ignore[assignment]
+    answer: Callable[..., Any] = _unfilled
     write_items: Callable[..., list[Any]] = _unfilled
     chunk_list: Callable[..., list[Any]] = _unfilled
     tensor_shard: Callable[..., torch.Tensor] = _unfilled
     safe_globals: tuple[Any, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.handlers = {}
 
     def any_ragged(self, placements: Sequence[object] | None) -> bool:
         return any(map(self.is_ragged, placements or ()))
@@ -100,10 +95,20 @@ NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "torch.distributed.tensor._dispatch": (_dispatch, ("redistribute_local_tensor",)),
     "torch.distributed.tensor._redistribute": (_redistribute, ("redistribute_local_tensor", "_redistribute_backward")),
     "torch.distributed.tensor._utils": (_utils, ("_compute_local_shape_and_global_offset",)),
-    "DTensor._op_dispatcher": (DTensor._op_dispatcher, ("sharding_propagator", "_custom_op_handlers")),
+    "DTensor._op_dispatcher": (
+        DTensor._op_dispatcher,
+        (
+            "_custom_op_handlers",
+            "_dispatch_fast_path_python_tail",
+            "_dispatch_get_local_results_slow_path",
+            "_propagate_op_sharding_dispatch_slow_path",
+            "sharding_propagator",
+            "unwrap_to_op_info",
+        ),
+    ),
     "DTensor._op_dispatcher.sharding_propagator": (
         DTensor._op_dispatcher.sharding_propagator,
-        ("propagate_op_sharding", "propagate_op_sharding_non_cached", "_propagate_tensor_meta_non_cached"),
+        ("_propagate_tensor_meta_non_cached", "op_to_schema_info"),
     ),
     "DTensor": (DTensor, ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")),
 }
@@ -128,44 +133,98 @@ def check_torch(version: str = torch.__version__) -> None:
 
 
 def _install_op_seams() -> None:
+    """C++ asks Python on a cache miss: for a sharding, which it caches, or for the result itself.
+
+    The method that chooses a sharding (`propagate_op_sharding_non_cached`) is one step further: errors raised in there
+    lose their type, and it cannot return a result.
+    """
     dispatcher = DTensor._op_dispatcher
-    propagator = dispatcher.sharding_propagator
-    stock = propagator.propagate_op_sharding_non_cached
+    stock = dispatcher._propagate_op_sharding_dispatch_slow_path
 
-    def propagate(op_schema: OpSchema) -> OutputSharding:
-        if any(seams.any_ragged(spec.placements) for spec in _specs(op_schema)):
-            return seams.propagate(op_schema)
-        return stock(op_schema)  # type: ignore[no-any-return]
+    @functools.wraps(stock)
+    def answer(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info: Any, try_cache: bool) -> Any:
+        if any(seams.any_ragged(spec.placements) for spec in specs_of(op_info.schema)):
+            return seams.answer(op, args, kwargs, op_info)
+        return stock(op, args, kwargs, op_info, try_cache)
 
-    # C++ asks through the first name on a cache miss, Python through the second, which had captured the stock method.
-    propagator.propagate_op_sharding_non_cached = propagate
-    propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate)
+    dispatcher._propagate_op_sharding_dispatch_slow_path = answer
     for op, handler in dispatcher._custom_op_handlers.items():
-        dispatcher._custom_op_handlers[op] = _guarded(handler)
+        if op not in SAFE_HANDLERS:
+            dispatcher._custom_op_handlers[op] = _guarded(handler)
 
 
-def _specs(op_schema: OpSchema) -> list[DTensorSpec]:
-    leaves = torch.utils._pytree.tree_leaves((op_schema.args_schema, op_schema.kwargs_schema))
+def specs_of(schema: Any) -> list[DTensorSpec]:
+    """The specs among the arguments of an op schema, in their order."""
+    leaves = torch.utils._pytree.tree_leaves((schema.args_schema, schema.kwargs_schema))
     return [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
 
 
 def _guarded(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler of torch's that leaves ragged operands to ours."""
+    """A handler of torch's, asked before any sharding, that leaves ragged operands to us."""
 
     @functools.wraps(stock)
     def handle(op: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        ragged = [leaf for leaf in leaves if isinstance(leaf, DTensor) and seams.any_ragged(leaf.placements)]
-        if not ragged or op in SAFE_HANDLERS:
+        op_info = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs)
+        if not any(seams.any_ragged(spec.placements) for spec in specs_of(op_info.schema)):
             return stock(op, args, kwargs)
-        if op in seams.handlers:
-            return seams.handlers[op](op, args, kwargs)
-        raise UnsupportedOpError(
-            f"{op} has no rule for {ragged[0].placements} (shape {tuple(ragged[0].shape)}). Redistribute first: "
-            "x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)."
-        )
+        result = seams.answer(op, args, kwargs, op_info)
+        return run(op, args, kwargs, op_info, result) if isinstance(result, OutputSharding) else result
 
     return handle
+
+
+def run(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info: Any, sharding: OutputSharding) -> Any:
+    """Carry out an op under `sharding` as torch would, without leaving the sharding in its cache."""
+    dispatcher = DTensor._op_dispatcher
+    op_info.output_sharding = sharding
+    local = dispatcher._dispatch_get_local_results_slow_path(op, args, op_info)
+    mesh = op_info.compute_mesh
+    participates = mesh.get_coordinate() is not None
+    name = op._schema.name
+    if name.endswith("_") or any(argument.is_out for argument in op._schema.arguments):
+        is_inplace = name.endswith("_")
+        return dispatcher._dispatch_fast_path_python_tail(
+            op, args, kwargs, mesh, sharding, local, participates, is_inplace, not is_inplace
+        )
+    return wrap(op, args, kwargs, local, sharding.output_spec)
+
+
+def wrap(op: Any, args: tuple[object, ...], kwargs: dict[str, object], local: Any, spec: Any) -> Any:
+    """Local results (tensors, or lists of them) as DTensors of `spec`; views keep their base."""
+    result = _wrap(local, spec)
+    return return_and_correct_aliasing(op, args, kwargs, result) if op._schema._is_view_op() else result
+
+
+def _wrap(local: Any, spec: Any) -> Any:
+    if isinstance(local, torch.Tensor):
+        return new_dtensor(local, spec, requires_grad=False)
+    if isinstance(local, list | tuple):
+        return type(local)(_wrap(item, item_spec) for item, item_spec in zip(local, spec, strict=True))
+    return local
+
+
+def local_arguments(op_info: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The op's arguments with this rank's local tensors in place of the DTensors."""
+    if op_info.args_tree_spec is None:
+        return tuple(op_info.local_args), dict(op_info.local_kwargs)
+    args = _dispatch.pytree.tree_unflatten(list(op_info.local_args), op_info.args_tree_spec)
+    return tuple(args), dict(op_info.local_kwargs)
+
+
+def is_hashed_whole(op: Any) -> bool:
+    """Whether torch's cache tells calls of `op` with different numbers apart: only where it has a rule of its own."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    # Since torch 2.13 the second table holds the rules of most pointwise ops.
+    tables = (propagator.op_to_schema_info, getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}))
+    return any(op in table for table in tables)
+
+
+def decompose(op: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    """A composite op in terms of simpler ones (inference mode shows composites to DTensor), or NotImplemented."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        return NotImplemented
+    return op.decompose(*args, **kwargs)
 
 
 # These two look at the shape or at the local memory alone and are right for any placement.
@@ -346,3 +405,16 @@ def _install_checkpoint_seams() -> None:
     lead("__create_write_items__", lambda self, fqn, object: seams.write_items(self, fqn))
     lead("__create_chunk_list__", lambda self: seams.chunk_list(self))
     lead("__get_tensor_shard__", lambda self, index: seams.tensor_shard(self, index))
+
+
+# --- collectives
+
+
+def broadcast_(tensor: torch.Tensor, source: int, group: Any) -> torch.Tensor:
+    """Broadcast in place from a rank of `group`; the result waits when used. The public functional one clones."""
+    return torch.ops._c10d_functional.broadcast_(tensor, source, group.group_name)  # type: ignore[no-any-return]
+
+
+def reduce_partial(placement: Placement, local: torch.Tensor, mesh: Any, axis: int) -> torch.Tensor:
+    """Partial -> Replicate by the placement's own rule, which subclasses (masked embedding, norms) override."""
+    return placement._reduce_value(local, mesh, axis)  # type: ignore[attr-defined, no-any-return]

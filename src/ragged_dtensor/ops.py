@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ragged_dtensor import _torch
-from ragged_dtensor._torch import OpSchema, OutputSharding
 from ragged_dtensor.errors import UnsupportedOpError
 
 
-def propagate(op_schema: OpSchema) -> OutputSharding:
-    """The sharding of the op's results, given specs of all operands of which at least one is ragged.
-
-    Called once per distinct schema; torch caches the answer in C++. The result carries `output_spec` with tensor meta
-    (`_torch.propagate_tensor_meta`). Raise UnsupportedOpError for anything else: errors of other types lose their type
-    on the way. Some ops lie about being local: `x << n` (`aten.__lshift__`) on any DTensor returns x unchanged.
-    """
-    raise UnsupportedOpError(f"{op_schema.op} has no rule for ragged operands: {op_schema}. Redistribute first.")
+def answer(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info: Any) -> Any:
+    """What torch gets for an op of which at least one operand is ragged: a sharding, which it caches, or the result."""
+    raise UnsupportedOpError(f"{op} has no rule for ragged operands: {op_info.schema}. Redistribute first.")
 
 
-_torch.seams.propagate = propagate
+_torch.seams.answer = answer
