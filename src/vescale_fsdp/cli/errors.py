@@ -51,7 +51,7 @@ class OneLineErrors(TyperGroup):
             # click's class was vendored into typer in 0.2x, so it is known by what it can do.
             if not hasattr(error, "format_message"):
                 raise
-            _print_error(f"{error.format_message()} See {_command_path(error, prog_name)} --help.")
+            _print_error(f"{error.format_message().rstrip('.')}. See {_command_path(error, prog_name)} --help.")
             code = BAD_INPUT
         if not standalone_mode:
             return code
