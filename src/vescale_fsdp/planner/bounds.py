@@ -1,16 +1,16 @@
-"""Shares below which no layout exists: the any-layout bound, and the one that forced divisibility adds in one buffer."""
+"""Shares below which no layout exists: in any number of buffers, and in one, where divisibility is forced."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from .problem import Kind, Problem
 
 __all__ = ["any_layout_bound", "forced_bound"]
 
 
-def any_layout_bound(problem: Problem) -> int:
+def any_layout_bound(problem: Problem, *, max_divisor: int = 3) -> int:
     """Least share of any system with equal shares and whole blocks, in one buffer or in many.
 
     For every G > 0, blocks b on one rank satisfy sum floor(b / G) <= floor(share / G), so the share is at least
@@ -20,7 +20,7 @@ def any_layout_bound(problem: Problem) -> int:
         return 0
     best = -(-problem.numel // problem.num_ranks)
     blocks = _blocks(problem.kinds)
-    for size in sorted(_sizes(blocks)):
+    for size in sorted(_sizes(blocks, max_divisor)):
         if size > 1:
             pieces = sum(block // size * count for block, count in blocks.items())
             best = max(best, size * -(-pieces // problem.num_ranks))
@@ -28,9 +28,9 @@ def any_layout_bound(problem: Problem) -> int:
 
 
 def forced_bound(problem: Problem, at_least: int) -> int:
-    """Least share in one buffer: a tensor too large to cross one boundary only crosses two, so its blocks divide the share.
+    """Least share in one buffer: where one cut is not enough for a tensor, its blocks divide the share.
 
-    Tensors sorted by the share at which they become small enough: the forced ones are a prefix, for every share.
+    Between two of the shares at which a tensor needs one cut only, the forced ones stay the same.
     """
     share = at_least
     while True:
@@ -52,10 +52,11 @@ def _blocks(kinds: Sequence[Kind]) -> dict[int, int]:
     return blocks
 
 
-def _sizes(blocks: dict[int, int]) -> Iterator[int]:
-    """The G worth trying: every block size, its half and third, and the gcds of the largest ones."""
-    common = 0
+def _sizes(blocks: dict[int, int], max_divisor: int) -> set[int]:
+    """The G worth trying: every block size and its first fractions, and the gcds of the largest ones."""
+    sizes, common = set(), 0
     for block in sorted(blocks, reverse=True):
-        yield from (block, block // 2, -(-block // 2), block // 3, -(-block // 3))
         common = math.gcd(common, block)
-        yield common
+        sizes.add(common)
+        sizes.update(block // divisor for divisor in range(1, max_divisor + 1))
+    return sizes

@@ -48,8 +48,8 @@ class ShareClass:
 def share_classes(problem: Problem, at_least: int, below: int) -> Sequence[ShareClass]:
     """Classes that may hold a share in [at_least, below), by ascending bound.
 
-    The divisors are the lcm closure of the unit and the granularities of tensors larger than a share: smaller ones never
-    cross two boundaries. The least share of any order lies in one of these classes.
+    The divisors are the lcm closure of the unit and the granularities of tensors larger than a share: smaller ones
+    never cross two boundaries. The least share of any order lies in one of these classes.
     """
     divisors = {problem.unit}
     for granularity in sorted({kind.granularity for kind in problem.kinds if kind.numel > at_least + 1}):

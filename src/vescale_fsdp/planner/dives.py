@@ -23,7 +23,7 @@ def preferences(problem: Problem, share_class: ShareClass) -> Iterator[tuple[int
     yield tuple(sorted(large_first, key=lambda i: share_class.spans_ranks[i]))
 
 
-def dive(problem: Problem, share_class: ShareClass, share: int, preference: Sequence[int]) -> Order | None:
+def dive(problem: Problem, share_class: ShareClass, preference: Sequence[int], share: int) -> Order | None:
     """An order that was made for this share, or None where a kind finds no place. It may end beyond the buffer."""
     kinds, spans_ranks = problem.kinds, share_class.spans_ranks
     left = [kind.count for kind in kinds]

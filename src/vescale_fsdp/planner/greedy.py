@@ -15,7 +15,7 @@ NOWHERE = 1 << 200
 def end_of(order: Order, kinds: Sequence[Kind], spans_ranks: Sequence[bool], share: int, limit: int) -> int:
     """Where the order ends with this share; anything beyond `limit` when it does not fit.
 
-    `spans_ranks[k]`: tensors of kind k may be cut at several rank boundaries, because their granularity divides the share.
+    `spans_ranks[k]`: tensors of kind k may be cut at several rank boundaries; their granularity divides the share.
     """
     position = 0
     for index, count in order:

@@ -1,23 +1,41 @@
-"""The least share of one flat buffer: bounds, classes, orders."""
+"""The least share of one flat buffer: bounds, then orders, dives and beams until bound or budget is met."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from .beam import beam_search
 from .bounds import any_layout_bound, forced_bound
-from .classes import share_classes
+from .classes import MAX_CLASSES, ShareClass, share_classes
 from .dives import dive, preferences
 from .orders import sorted_orders
 from .problem import Order, Problem
 
 __all__ = ["LaneLayout", "lay_out"]
 
-NUM_TARGETS = 4
+NUM_DIVES = 4
+"""Targets per class and preference, by bisection."""
+
+BEAM_STEPS = 80_000
+"""Placements tried at one share; a search that needs fewer is complete."""
+
+SEARCH_STEPS = 320_000
+"""Placements tried by all beams of one search. A count, never a time: every rank must find the same plan."""
+
+
+NEAR = 10_000
+"""A gap of one in this many is not worth a search,"""
+
+PROOF_STEPS = 20_000
+"""unless so few placements prove that there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneLayout:
-    """A share that the order fits, no share below `bound` fits any order."""
+    """The order fits this share, cut at several boundaries only where `spans_ranks`; below `bound` nothing fits."""
 
     share: int
     bound: int
@@ -26,29 +44,87 @@ class LaneLayout:
 
 
 def lay_out(problem: Problem) -> LaneLayout:
-    """Search until the share meets its lower bound or the budgets, which are counts, are spent."""
-    bound = forced_bound(problem, any_layout_bound(problem))
-    share = problem.round_up(problem.numel)  # everything on rank 0
-    order, spans_ranks = problem.module_order, (False,) * len(problem.kinds)
-    classes = share_classes(problem, bound, share + 1)
-    for share_class in classes:
-        for candidate in sorted_orders(problem, share_class):
-            if share_class.bound >= share:
-                break
-            least = share_class.least_share(problem, candidate, share)
-            if least < share:
-                share, order, spans_ranks = least, candidate, share_class.spans_ranks
-    for share_class in classes:
-        for preference in dict.fromkeys(preferences(problem, share_class)):
-            low, tries = share_class.bound, 0
-            target = low
-            while low < share and tries < NUM_TARGETS:
-                candidate = dive(problem, share_class, target, preference)
-                tries += 1
-                least = share_class.least_share(problem, candidate, share) if candidate else share
-                if least < share:
-                    share, order, spans_ranks = least, candidate, share_class.spans_ranks
-                if least > target:
-                    low = target + share_class.divisor
-                target = low + (share - low) // share_class.divisor // 2 * share_class.divisor
-    return LaneLayout(share, bound, order, spans_ranks)
+    """The best layout in one buffer that the budgets find."""
+    search = _Search(problem)
+    for improve in (search.try_sorted_orders, search.try_dives, search.sharpen_bounds, search.try_beams):
+        if search.share == search.bound:
+            break
+        improve()
+    return LaneLayout(search.share, search.bound, search.order, search.spans_ranks)
+
+
+class _Search:
+    """The best order so far, and the share that nothing beats."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.bound = forced_bound(problem, any_layout_bound(problem))
+        self.share = problem.round_up(problem.numel)  # everything on rank 0
+        self.order = problem.module_order
+        self.spans_ranks = (False,) * len(problem.kinds)
+        self.classes = share_classes(problem, self.bound, self.share + 1)
+        self.steps_left = SEARCH_STEPS
+        self.num_steps = len(problem.kinds) * math.prod(kind.count + 1 for kind in problem.kinds)
+
+    def offer(self, share_class: ShareClass, order: Order | None) -> int:
+        """The least share of this class in which the order fits; kept if it is the best so far."""
+        if order is None:
+            return self.share
+        least = share_class.least_share(self.problem, order, self.share)
+        if least < self.share:
+            self.share, self.order, self.spans_ranks = least, order, share_class.spans_ranks
+        return least
+
+    def try_sorted_orders(self) -> None:
+        for share_class in self.classes:
+            for order in sorted_orders(self.problem, share_class):
+                if share_class.bound >= self.share:
+                    break
+                self.offer(share_class, order)
+
+    def try_dives(self) -> None:
+        for share_class in self.classes:
+            for preference in dict.fromkeys(preferences(self.problem, share_class)):
+                self.bisect(share_class, partial(dive, self.problem, share_class, preference), NUM_DIVES)
+
+    def bisect(self, share_class: ShareClass, make_order: Callable[[int], Order | None], num_tries: int) -> None:
+        """Make orders for shares between the class's bound and the best, halving the distance each time."""
+        target = low = share_class.bound
+        while low < self.share and num_tries:
+            if self.offer(share_class, make_order(target)) > target:
+                low = target + share_class.divisor
+            target = low + (self.share - low) // share_class.divisor // 2 * share_class.divisor
+            num_tries -= 1
+
+    def sharpen_bounds(self) -> None:
+        bound = any_layout_bound(self.problem, max_divisor=24)
+        self.bound = forced_bound(self.problem, max(self.bound, bound))
+        self.classes = share_classes(self.problem, self.bound, self.share)
+
+    @property
+    def worth_a_beam(self) -> bool:
+        """The gap shows, or the search is so small that it is a proof."""
+        return self.share * NEAR > self.bound * (NEAR + 1) or self.num_steps <= PROOF_STEPS
+
+    def try_beams(self) -> None:
+        """Search all orders, class by class in turns, between the class's bound and the best share.
+
+        The first turn tries the bounds, which are often met; the later ones halve the distance. Where a search is
+        complete and finds nothing, no smaller share of the class fits either, and the bound rises.
+        """
+        low = [share_class.bound for share_class in self.classes]
+        proved, fraction = low.copy(), 0
+        while self.steps_left > 0 and min(low, default=self.share) < self.share and self.worth_a_beam:
+            for i, share_class in enumerate(self.classes):
+                if low[i] >= self.share or self.steps_left <= 0:
+                    continue
+                step = share_class.divisor
+                target = low[i] + (self.share - low[i]) // step // 2 * step * fraction
+                beam = beam_search(self.problem, share_class, target, max_steps=BEAM_STEPS)
+                self.steps_left -= beam.num_steps
+                if self.offer(share_class, beam.order) > target:
+                    low[i] = target + step
+                    proved[i] = low[i] if beam.complete else proved[i]
+            fraction = 1
+        if len(self.classes) < MAX_CLASSES:
+            self.bound = max(self.bound, min([self.share, *proved]))

@@ -22,7 +22,7 @@ class Kind:
 
     @property
     def smallest_single_cut_share(self) -> int:
-        """Least share at which one boundary is enough: two pieces hold numel <= share + floor(share / granularity) blocks."""
+        """Least share where one cut is enough: numel <= share + floor(share / granularity) * granularity."""
         blocks = -(-(self.numel + 1 - self.granularity) // (2 * self.granularity))
         return max(blocks * self.granularity, self.numel - blocks * self.granularity)
 
@@ -31,8 +31,8 @@ class Kind:
 class Problem:
     """Least share, a multiple of `unit`, such that `num_ranks` equal shares hold all tensors without an illegal cut.
 
-    Alignment is gone: sizes, granularities and unit were divided by it, which loses nothing. `module_order` is the order
-    in which the tensors came.
+    Alignment is gone: sizes, granularities and unit were divided by it, which loses nothing. `module_order` is the
+    order in which the tensors came.
     """
 
     num_ranks: int

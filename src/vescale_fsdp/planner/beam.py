@@ -1,0 +1,107 @@
+"""All orders at one share, by how many tensors of each kind are placed: a complete search that fails is a proof."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .classes import ShareClass
+from .greedy import start_of_cut
+from .problem import Order, Problem
+
+__all__ = ["Beam", "beam_search"]
+
+MIN_WIDTH = 16
+"""States per layer, however many layers there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """What a search found: an order that fits, or nothing; `complete` if no order was left out."""
+
+    order: Order | None
+    complete: bool
+    num_steps: int
+
+
+class _Move(NamedTuple):
+    """Placing one more tensor of a kind: its digit in a state, and the tensor."""
+
+    stride: int
+    modulus: int
+    full: int
+    numel: int
+    granularity: int
+    spans_ranks: bool
+
+
+class _Reached(NamedTuple):
+    """How a state, the number of placed tensors of each kind, is reached with the least gaps."""
+
+    gaps: int
+    numel: int
+    last_kind: int
+
+
+def beam_search(problem: Problem, share_class: ShareClass, share: int, *, max_steps: int) -> Beam:
+    """Layer n holds, for each way to have placed n tensors, the earliest end: no later one serves the rest better.
+
+    A state that has left more gaps than the buffer can spare is dropped; where a layer holds more states than `max_steps`
+    allow, those with the most gaps are.
+    """
+    moves = _moves(problem, share_class)
+    num_tensors = sum(kind.count for kind in problem.kinds)
+    width = max(MIN_WIDTH, max_steps // (num_tensors * len(moves)))
+    spare = problem.num_ranks * share - problem.numel
+    layers = [{0: _Reached(0, 0, -1)}]
+    complete, num_steps = True, 0
+    for _ in range(num_tensors):
+        num_steps += len(layers[-1]) * len(moves)
+        layer = _extend(layers[-1], moves, share, spare)
+        if not layer:
+            return Beam(None, complete, num_steps)
+        if len(layer) > width:
+            complete = False
+            layer = dict(heapq.nsmallest(width, layer.items(), key=lambda item: (item[1].gaps, item[0])))
+        layers.append(layer)
+    return Beam(_order(layers, moves), complete, num_steps)
+
+
+def _moves(problem: Problem, share_class: ShareClass) -> list[_Move]:
+    moves, stride = [], 1
+    for kind, spans_ranks in zip(problem.kinds, share_class.spans_ranks, strict=True):
+        modulus = stride * (kind.count + 1)
+        moves.append(_Move(stride, modulus, stride * kind.count, kind.numel, kind.granularity, spans_ranks))
+        stride = modulus
+    return moves
+
+
+def _extend(layer: dict[int, _Reached], moves: Sequence[_Move], share: int, spare: int) -> dict[int, _Reached]:
+    following: dict[int, _Reached] = {}
+    for state, (gaps, placed, _) in layer.items():
+        position = placed + gaps
+        rest = share - position % share
+        for kind, (stride, modulus, full, numel, granularity, spans_ranks) in enumerate(moves):
+            if state % modulus >= full:
+                continue
+            total = gaps
+            if numel > rest:
+                start = start_of_cut(position, rest, numel, granularity, spans_ranks, share)
+                total = start - placed
+                if start < 0 or total > spare:
+                    continue
+            target = state + stride
+            if target not in following or total < following[target].gaps:
+                following[target] = _Reached(total, placed + numel, kind)
+    return following
+
+
+def _order(layers: Sequence[dict[int, _Reached]], moves: Sequence[_Move]) -> Order:
+    (state,) = layers[-1]
+    kinds: list[int] = []
+    for layer in reversed(layers[1:]):
+        kinds.append(layer[state].last_kind)
+        state -= moves[kinds[-1]].stride
+    return tuple((kind, 1) for kind in reversed(kinds))
