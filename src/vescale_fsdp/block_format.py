@@ -1,0 +1,97 @@
+"""What a block format is, and how a piece of a tensor is encoded and decoded with one.
+
+A format says how one block becomes codes and a scale; the rest is done here, the same for every format: which elements
+make a block (tiling.py), how codes become bytes (packing.py), and therefore what may not be cut.
+
+    piece (n elements) --split--> blocks (B, N) --encode--> codes (B, N), scales (B,) --join, pack--> payload (bytes)
+
+A piece is what a rank owns of a tensor. Since it holds whole blocks, encoding each rank's piece gives, bit by bit, the
+pieces of the encoded tensor: no rank needs to know another's values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from ragged_dtensor.granularity import ELEMENT, Granularity
+
+from .packing import codes_per_pack, pack, packed_numel, unpack
+from .tiling import Tiling
+
+__all__ = ["BlockFormat", "Encoded", "decode", "encode", "granularity_of", "payload_nbytes"]
+
+
+@runtime_checkable
+class BlockFormat(Protocol):
+    """One way to store blocks of a tensor with fewer bits. Encode and decode are pure functions over whole blocks.
+
+    block_shape: (rows, columns) over the last two dims, or (length,) over the flattened tensor.
+    bits: of one code: 8, 6 or 4.
+    scale_dtype: of the one scale per block.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def block_shape(self) -> tuple[int, ...]: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def scale_dtype(self) -> torch.dtype: ...
+
+    def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 (B, N) -> uint8 codes (B, N) below 2**bits, scales (B,); B may be 0, short blocks end in zeros.
+
+        A block that holds inf or nan must decode to nan or inf, never to finite values.
+        """
+        ...
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """uint8 (B, N), scales (B,) -> float32 (B, N)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A piece in a block format: its codes as flat uint8, in the order of the elements, and one scale per block."""
+
+    payload: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.payload.nbytes + self.scales.nbytes
+
+
+def granularity_of(format: BlockFormat, shape: tuple[int, ...]) -> Granularity:
+    """What may not be cut of a tensor of `shape`: whole blocks, and whole bytes of payload."""
+    numel = math.lcm(Tiling(format.block_shape, shape).granularity, codes_per_pack(format.bits))
+    if numel == 1:
+        return ELEMENT
+    size = "x".join(map(str, format.block_shape))
+    return Granularity(numel, (f"{size} blocks ({format.name})",))
+
+
+def payload_nbytes(format: BlockFormat, numel: int) -> int:
+    """Bytes of payload of a piece of `numel` elements."""
+    return packed_numel(numel, format.bits)
+
+
+def encode(format: BlockFormat, piece: torch.Tensor, shape: tuple[int, ...]) -> Encoded:
+    """Encode a flat, floating-point piece of a tensor of `shape`. Works on the piece alone: no communication."""
+    tiling = Tiling(format.block_shape, shape)
+    codes, scales = format.encode(tiling.split(piece.detach().float()))
+    return Encoded(pack(tiling.join(codes, piece.numel()), format.bits), scales)
+
+
+def decode(
+    format: BlockFormat, encoded: Encoded, shape: tuple[int, ...], numel: int, *, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The flat piece of `numel` elements that `encoded` stands for: exact products in float32, rounded once to `dtype`."""
+    tiling = Tiling(format.block_shape, shape)
+    codes = tiling.split(unpack(encoded.payload, format.bits, numel))
+    return tiling.join(format.decode(codes, encoded.scales), numel).to(dtype)
