@@ -8,7 +8,8 @@ Reading order; a file imports only what stands before it:
 Importing changes nothing in torch. The first RaggedShard that is built installs the seams (`_torch.register`).
 """
 
-from ragged_dtensor import checkpoint, ops, ownership, random  # noqa: F401  (they fill the seams)
+from ragged_dtensor import checkpoint, ops, ownership, random, redistribute  # noqa: F401  (they fill the seams)
+from ragged_dtensor.distribute import distribute_tensor, from_local
 from ragged_dtensor.errors import (
     LayoutError,
     RaggedShardError,
@@ -30,4 +31,6 @@ __all__ = [
     "UnsupportedOpError",
     "UnsupportedTorchError",
     "UnsupportedTransitionError",
+    "distribute_tensor",
+    "from_local",
 ]

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
@@ -21,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from torch.distributed.tensor import _api, _dispatch, _redistribute, _utils  # isort: skip
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # isort: skip
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding  # isort: skip
+from torch.distributed.tensor.placement_types import _StridedShard  # isort: skip
 from torch.utils._python_dispatch import return_and_correct_aliasing  # isort: skip
 
 from ragged_dtensor.errors import RaggedShardError, UnsupportedTorchError
@@ -410,11 +414,77 @@ def _install_checkpoint_seams() -> None:
 # --- collectives
 
 
-def broadcast_(tensor: torch.Tensor, source: int, group: Any) -> torch.Tensor:
-    """Broadcast in place from a rank of `group`; the result waits when used. The public functional one clones."""
-    return torch.ops._c10d_functional.broadcast_(tensor, source, group.group_name)  # type: ignore[no-any-return]
+# Renamed in torch 2.13, where the old names warn.
+_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
+
+def all_gather(flat: torch.Tensor, group: Any) -> torch.Tensor:
+    return _all_gather(flat, 0, group)
+
+
+def reduce_scatter(flat: torch.Tensor, reduce_op: str, group: Any) -> torch.Tensor:
+    return _reduce_scatter(flat, reduce_op, 0, group)
+
+
+def broadcast_(tensor: torch.Tensor, source: int, group: Any) -> None:
+    """Broadcast in place from a rank of `group`, to be waited for. The public functional one clones."""
+    torch.ops._c10d_functional.broadcast_(tensor, source, group.group_name)
+
+
+def reduce_(tensor: torch.Tensor, reduce_op: str, target: int, group: Any) -> None:
+    """Reduce in place to one rank of `group`; on the others the tensor holds nothing of use after."""
+    average = reduce_op == "avg"  # gloo reduces to one rank by sum, min and max only
+    op = dist.ReduceOp.SUM if average else getattr(dist.ReduceOp, reduce_op.upper())
+    dist.reduce(tensor, group_dst=target, op=op, group=group)
+    if average:
+        tensor /= group.size()
 
 
 def reduce_partial(placement: Placement, local: torch.Tensor, mesh: Any, axis: int) -> torch.Tensor:
     """Partial -> Replicate by the placement's own rule, which subclasses (masked embedding, norms) override."""
     return placement._reduce_value(local, mesh, axis)  # type: ignore[attr-defined, no-any-return]
+
+
+def partition_partial(placement: Placement, local: torch.Tensor, mesh: Any, axis: int) -> torch.Tensor:
+    """Replicate -> Partial: a summand on each rank that together give the replica."""
+    return placement._partition_value(local, mesh, axis)  # type: ignore[attr-defined, no-any-return]
+
+
+def redistribute(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    """torch's function, or ours where a placement is ragged."""
+    return _redistribute.redistribute_local_tensor(local, current, target)  # type: ignore[no-any-return]
+
+
+def check_partials(*placements: Sequence[Placement]) -> None:
+    """Refuse sums beside maxima, whose order would matter, as torch does."""
+    for each in placements:
+        _utils.assert_no_mixed_partial_types(each)
+
+
+def has_torch_order(spec: DTensorSpec) -> bool:
+    """Whether shards are nested in an order that only torch's own code reads: strided shards, custom shard orders."""
+    if any(isinstance(placement, _StridedShard) for placement in spec.placements):
+        return True
+    order = getattr(spec, "shard_order", None)
+    return order is not None and order != DTensorSpec.compute_default_shard_order(spec.placements)
+
+
+def with_stride_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """The tensor with its dims laid out in the order of the spec's strides, as for a transposed parameter."""
+    meta = spec.tensor_meta
+    if meta is None or local.ndim < 2 or 0 in meta.stride or tuple(meta.stride) == contiguous_stride(meta.shape):
+        return local
+    order = sorted(range(local.ndim), key=lambda dim: (-meta.stride[dim], dim))
+    inverse = sorted(range(local.ndim), key=order.__getitem__)
+    return local.permute(order).contiguous().permute(inverse)
+
+
+def split(flat: torch.Tensor, numels: Sequence[int]) -> Sequence[torch.Tensor]:
+    """`Tensor.split` by sizes, whose Python wrapper is untyped."""
+    return torch.functional.split(flat, list(numels))  # type: ignore[no-any-return]
+
+
+def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """The given mesh, or that of the surrounding `with mesh:`."""
+    return mesh or _api._mesh_resources.get_current_mesh()

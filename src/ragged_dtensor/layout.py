@@ -111,13 +111,13 @@ class Piece:
 
 
 def chunk_range(size: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """Begin and end of a chunk as `torch.chunk` places it: all of ceil(size / num_chunks), the last ones short or empty."""
+    """Begin and end of a chunk as `torch.chunk` places it: ceil(size / num_chunks) each, the last short or empty."""
     step = -(-size // num_chunks)
     return min(size, step * index), min(size, step * (index + 1))
 
 
 def cut_range(rows: int, units: Units, index: int, *, has_elements: bool = True) -> tuple[int, int]:
-    """Begin and end of a rank's rows when `units` share `rows`. Without elements any units do, and every piece is empty."""
+    """Begin and end of a rank's rows when `units` share `rows`; without elements any units do and all are empty."""
     if not rows or not has_elements:
         return 0, 0
     if rows % units.total:

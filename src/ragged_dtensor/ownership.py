@@ -70,8 +70,8 @@ def _check_each(shape: Shape, placements: Placements, mesh: Shape) -> None:
                 raise LayoutError(f"{placement} needs a dim of a tensor of shape {shape}.")
             if 0 < placement.dim < num_flat:
                 raise LayoutError(
-                    f"{placement} and {ragged[0]} cut the same dim {placement.dim} of a tensor of shape {shape}. Ragged "
-                    f"dims must end before dim {placement.dim}: cut between whole rows of the sharded part."
+                    f"{placement} and {ragged[0]} cut the same dim {placement.dim} of a tensor of shape {shape}. "
+                    f"Ragged dims must end before dim {placement.dim}: cut between whole rows of the sharded part."
                 )
         elif not isinstance(placement, Replicate | Partial):
             raise LayoutError(f"{placement} on mesh axis {axis} cannot stand beside a ragged placement.")

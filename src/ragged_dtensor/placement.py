@@ -1,4 +1,4 @@
-"""The placements: RaggedShard cuts a tensor's leading dims into unequal shares, StridedRaggedShard does inside TP pieces.
+"""The placements: RaggedShard cuts leading dims into unequal shares, StridedRaggedShard does so inside TP pieces.
 
 from ragged_dtensor import RaggedShard
 

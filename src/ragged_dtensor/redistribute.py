@@ -1,0 +1,248 @@
+"""Moving a DTensor between placements of which at least one is ragged: a table of rules, one movement each.
+
+    from \\ to      Replicate            ragged, Shard(d)
+    Replicate       -                    slice, no communication
+    ragged, Shard   all-gather           all-to-all of the elements that change rank
+    Partial         all-reduce           reduce-scatter
+
+Shards of equal size use the equal-size collectives; a source with one owner broadcasts.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+
+from ragged_dtensor import _torch
+from ragged_dtensor._torch import DTensorSpec
+from ragged_dtensor.collectives import Axis, wait
+from ragged_dtensor.errors import LayoutError, UnsupportedTransitionError
+from ragged_dtensor.layout import Piece, Shape
+from ragged_dtensor.ownership import Placements, coordinate_of, piece_of
+from ragged_dtensor.transition import (
+    Packing,
+    Region,
+    Step,
+    Transfer,
+    find_steps,
+    pieces_along,
+    plan_slice,
+    plan_transfer,
+)
+
+
+def redistribute_local(
+    local: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, *, async_op: bool = False
+) -> torch.Tensor:
+    """This rank's local tensor under the target placements. The answer to torch's redistribute for ragged tensors.
+
+    Raises LayoutError if the placements do not fit the shape, UnsupportedTransitionError if there is no way.
+    """
+    mesh, source, target = current_spec.mesh, current_spec.placements, target_spec.placements
+    if mesh != target_spec.mesh:
+        raise UnsupportedTransitionError(
+            f"{source} on {mesh} cannot move to {target} on another mesh, {target_spec.mesh}."
+        )
+    if source == target or mesh.get_coordinate() is None:
+        return local
+    _torch.check_partials(source, target)
+    if _torch.has_torch_order(current_spec) or _torch.has_torch_order(target_spec):
+        return _through_replicate(local, current_spec, target_spec)
+    shape = tuple(current_spec.shape)
+    check_local_shape(local, shape, source, mesh)
+    for step in find_steps(shape, source, target, tuple(mesh.shape)):
+        local = _Movement(step, shape, mesh).apply(wait(local))
+    if not async_op:
+        local = wait(local)
+    return local if any(map(_torch.seams.is_ragged, target)) else _torch.with_stride_order(local, target_spec)
+
+
+def check_local_shape(local: torch.Tensor, shape: Sequence[int], placements: Placements, mesh: DeviceMesh) -> None:
+    """Raise LayoutError unless `local` has the shape that the placements give this rank."""
+    expected = piece_of(shape, placements, tuple(mesh.shape), coordinate_of(mesh)).local_shape
+    if tuple(local.shape) != expected:
+        raise LayoutError(
+            f"Rank {coordinate_of(mesh)} of the mesh holds a tensor of shape {tuple(local.shape)}; {placements} "
+            f"of a tensor of shape {tuple(shape)} gives it {expected}. Uneven Shard(d) must follow torch.chunk; cuts of "
+            "any other size are what RaggedShard is for."
+        )
+
+
+def _through_replicate(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    """Torch's strided shards and shard orders are read and written by torch alone."""
+    middle = DTensorSpec(current.mesh, (Replicate(),) * current.mesh.ndim, tensor_meta=current.tensor_meta)
+    return _torch.redistribute(_torch.redistribute(local, current, middle), middle, target)
+
+
+def place_replica(local: torch.Tensor, shape: Shape, step: Step, mesh: DeviceMesh, source: int | None) -> torch.Tensor:
+    """What `distribute_tensor` does on one axis, which goes from Replicate to `step.target`.
+
+    source: the rank along the axis whose data counts, or None for everyone's own.
+    """
+    movement, local = _Movement(step, shape, mesh), local.contiguous()
+    sends = source is not None and not local.is_meta
+    if kind_of(step.target) is Kind.SHARD:
+        return scatter(movement, local, source) if source is not None and sends else slice_local(movement, local)
+    if source is not None and sends and mesh.size(step.axis) > 1 and local.numel():
+        local = movement.axis.broadcast(local.flatten(), source, local.numel()).view(local.shape)
+    if kind_of(step.target) is Kind.PARTIAL:
+        return _torch.partition_partial(step.target, local, mesh, step.axis)
+    return local
+
+
+class Kind(enum.Enum):
+    """What a placement says about the elements of a rank along one axis."""
+
+    REPLICATE = enum.auto()
+    PARTIAL = enum.auto()
+    SHARD = enum.auto()
+
+
+def kind_of(placement: Placement) -> Kind:
+    if isinstance(placement, Replicate):
+        return Kind.REPLICATE
+    return Kind.PARTIAL if isinstance(placement, Partial) else Kind.SHARD
+
+
+@dataclass(frozen=True)
+class _Movement:
+    """One step, seen from this rank."""
+
+    step: Step
+    shape: Shape
+    mesh: DeviceMesh
+
+    def apply(self, local: torch.Tensor) -> torch.Tensor:
+        rule = RULES[kind_of(self.step.source), kind_of(self.step.target)]
+        return rule(self, local.contiguous())
+
+    @property
+    def axis(self) -> Axis:
+        return Axis(self.mesh, self.step.axis)
+
+    @property
+    def transfer(self) -> Transfer:
+        return plan_transfer(self.shape, self.step, tuple(self.mesh.shape), coordinate_of(self.mesh))
+
+    @property
+    def result(self) -> Piece:
+        return piece_of(self.shape, self.step.after, tuple(self.mesh.shape), coordinate_of(self.mesh))
+
+    def numels(self, placements: Placements) -> list[int]:
+        """Elements per rank along the axis."""
+        mesh = tuple(self.mesh.shape)
+        return [p.numel for p in pieces_along(self.shape, placements, self.step.axis, mesh, coordinate_of(self.mesh))]
+
+
+def slice_local(movement: _Movement, local: torch.Tensor) -> torch.Tensor:
+    """Replicate -> shard: a copy, so that the full tensor can be freed."""
+    packing = plan_slice(movement.shape, movement.step, tuple(movement.mesh.shape), coordinate_of(movement.mesh))
+    kept = pack(local, packing)
+    return (kept.clone() if packing.is_memory else kept).view(movement.result.local_shape)
+
+
+def gather(movement: _Movement, local: torch.Tensor) -> torch.Tensor:
+    """Shard -> Replicate."""
+    axis, numels, flat = movement.axis, movement.numels(movement.step.before), local.flatten()
+    owners = [rank for rank, numel in enumerate(numels) if numel]
+    if axis.size == 1 or not owners:
+        buffer = flat
+    elif len(owners) == 1:
+        buffer = axis.broadcast(flat, owners[0], numels[owners[0]])
+    elif len(set(numels)) == 1:
+        buffer = axis.all_gather(flat)
+    else:
+        buffer = axis.all_gather_unequal(flat, numels)
+    return unpack(buffer, movement.transfer.receive, movement.result)
+
+
+def exchange(movement: _Movement, local: torch.Tensor) -> torch.Tensor:
+    """Shard -> another shard."""
+    transfer = movement.transfer
+    buffer = pack(local, transfer.send)
+    if not transfer.moves_nothing:
+        buffer = movement.axis.exchange(buffer, received=transfer.receive.splits, sent=transfer.send.splits)
+    return unpack(buffer, transfer.receive, movement.result)
+
+
+def reduce_scatter(movement: _Movement, local: torch.Tensor) -> torch.Tensor:
+    """Partial -> shard."""
+    axis, numels, flat = movement.axis, movement.numels(movement.step.after), pack(local, movement.transfer.send)
+    reduce_op = movement.step.source.reduce_op  # type: ignore[attr-defined]
+    if axis.size == 1 or not sum(numels):
+        shard = flat
+    elif len(set(numels)) == 1:
+        shard = axis.reduce_scatter(flat, reduce_op)
+    else:
+        shard = axis.reduce_scatter_unequal(flat, numels, reduce_op)
+    return shard.view(movement.result.local_shape)
+
+
+def scatter(movement: _Movement, local: torch.Tensor, source: int) -> torch.Tensor:
+    """The shard of this rank, from the replica of rank `source` of the axis."""
+    axis, numels = movement.axis, movement.numels(movement.step.after)
+    if axis.size == 1 or not sum(numels):
+        return slice_local(movement, local)
+    nothing = [0] * axis.size
+    received = [numels[axis.rank] if rank == source else 0 for rank in range(axis.size)]
+    if axis.rank == source:
+        buffer = axis.exchange(pack(local, movement.transfer.send), received=received, sent=numels)
+    else:
+        buffer = axis.exchange(local.new_empty(0), received=received, sent=nothing)
+    return wait(buffer).view(movement.result.local_shape)
+
+
+def all_reduce(movement: _Movement, local: torch.Tensor) -> torch.Tensor:
+    """Partial -> Replicate, by the placement's own rule."""
+    return _torch.reduce_partial(movement.step.source, local, movement.mesh, movement.step.axis)
+
+
+RULES: dict[tuple[Kind, Kind], Callable[[_Movement, torch.Tensor], torch.Tensor]] = {
+    (Kind.REPLICATE, Kind.SHARD): slice_local,
+    (Kind.SHARD, Kind.REPLICATE): gather,
+    (Kind.SHARD, Kind.SHARD): exchange,
+    (Kind.PARTIAL, Kind.SHARD): reduce_scatter,
+    (Kind.PARTIAL, Kind.REPLICATE): all_reduce,
+}
+
+
+def pack(local: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """The parts of a contiguous tensor one after the other; the tensor's own memory where that is already so."""
+    flat = local.flatten()
+    if packing.is_memory:
+        return flat
+    if len(packing.regions) == 1 and packing.regions[0].is_flat:
+        return _part(flat, packing.regions[0]).clone()
+    buffer = flat.new_empty(sum(packing.splits))
+    for part, region in zip(
+        _torch.split(buffer, [region.numel for region in packing.regions]), packing.regions, strict=True
+    ):
+        part.view(region.sizes).copy_(_part(flat, region))
+    return buffer
+
+
+def unpack(buffer: torch.Tensor, packing: Packing, piece: Piece) -> torch.Tensor:
+    """The inverse of `pack`: a local tensor of the piece's shape."""
+    if packing.is_memory:
+        return buffer.view(piece.local_shape)
+    buffer = wait(buffer)
+    flat = buffer.new_empty(packing.numel)
+    for part, region in zip(
+        _torch.split(buffer, [region.numel for region in packing.regions]), packing.regions, strict=True
+    ):
+        _part(flat, region).copy_(part.view(region.sizes))
+    return flat.view(piece.local_shape)
+
+
+def _part(flat: torch.Tensor, region: Region) -> torch.Tensor:
+    if region.is_flat:
+        return flat.narrow(0, region.start, region.numel).view(region.sizes)
+    return flat.as_strided(region.sizes, region.strides, flat.storage_offset() + region.start)
+
+
+_torch.seams.redistribute = redistribute_local
