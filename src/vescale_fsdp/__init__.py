@@ -1,1 +1,32 @@
-"""A."""
+"""fully_shard on RaggedShard DTensors: torch's API, buffers that are gathered and reduced in place, planned layouts.
+
+Reading order; a file imports only what stands before it:
+
+    errors _torch policy spec layout plan planner mesh managed buffer traffic transfer shards gradients group nested
+    state module fully_shard grad_clip report cli
+
+Importing changes nothing in torch.
+"""
+
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+
+from .errors import VescaleError
+from .fully_shard import fully_shard
+from .module import FSDPModule, UnshardHandle
+from .policy import ParamPolicy
+from .report import explain, report, traffic
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ParamPolicy",
+    "UnshardHandle",
+    "VescaleError",
+    "explain",
+    "fully_shard",
+    "report",
+    "traffic",
+]

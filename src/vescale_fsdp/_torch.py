@@ -1,0 +1,135 @@
+"""Every private torch name that the runtime uses, with the reason and the oldest torch version it was seen in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.contract import (  # 2.2: where composable APIs keep their state, `fully_shard.state`
+    REGISTRY_KEY,
+    STATE_KEY,
+    RegistryItem,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # 2.8: has no public name
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # 2.5: what a DTensor is made from
+from torch.utils._python_dispatch import TorchDispatchMode  # 1.13: sees each operation; the demo's meter counts with it
+
+__all__ = [
+    "AllGather",
+    "DTensorSpec",
+    "ReduceScatter",
+    "TorchDispatchMode",
+    "all_gather",
+    "attach_state",
+    "dtensor",
+    "dtensor_spec",
+    "in_backward",
+    "is_replicated_by_torch",
+    "local_of",
+    "on_gradient",
+    "post_accumulate_hooks",
+    "premul_sum",
+    "preserve_version",
+    "queue_after_backward",
+    "reduce_scatter",
+    "set_local",
+    "spec_of",
+    "state_of",
+    "tensor_hooks",
+    "with_dtype",
+]
+
+_FULLY_SHARD = cast(Any, torch_fully_shard).__wrapped__
+"""The key under which `torch.distributed.fsdp.fully_shard.state(module)` looks; pipelining asks there (2.8)."""
+
+# torch 2.13 renames the two collectives and warns on the old names.
+all_gather = cast(Callable[..., Any], getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)
+reduce_scatter = cast(Callable[..., Any], getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)
+
+
+def attach_state(module: nn.Module, state: object) -> None:
+    """Make `state` what `fully_shard.state(module)` returns, torch's and ours."""
+    module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def state_of(module: nn.Module) -> object | None:
+    states = module.__dict__.get(STATE_KEY)
+    return states.get(_FULLY_SHARD) if states else None
+
+
+def is_replicated_by_torch(module: nn.Module) -> bool:
+    """Whether torch's `replicate` manages the module: `fully_shard` leaves such modules alone."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+
+
+def dtensor_spec(mesh: DeviceMesh, placements: tuple[Placement, ...], like: torch.Tensor) -> DTensorSpec:
+    """Spec of a DTensor with the shape, stride and dtype of `like`."""
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype))
+
+
+def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    assert spec.tensor_meta is not None
+    return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+
+
+def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call `hook(param)` whenever autograd has put a gradient on `param` (public, but torch does not type it)."""
+    cast(Any, param).register_post_accumulate_grad_hook(hook)
+
+
+def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor around `local` itself: no autograd, no check, no communication (a tenth of `from_local`'s time)."""
+    return cast(DTensor, cast(Any, DTensor)(local, spec, requires_grad=False))
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, itself: `to_local()` makes a view and an autograd node."""
+    return cast(torch.Tensor, cast(Any, tensor)._local_tensor)
+
+
+def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    cast(Any, tensor)._local_tensor = local
+
+
+def spec_of(tensor: torch.Tensor) -> DTensorSpec:
+    return cast(DTensorSpec, cast(Any, tensor)._spec)
+
+
+def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Refill freed parameters without autograd taking it for a modification (2.1; FSDP2 does the same)."""
+    return cast(AbstractContextManager[None], cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor))
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass: forwards in it are activation checkpointing's recomputations (2.0)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the running backward pass has ended (what DDP, FSDP1 and FSDP2 use)."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(callback)
+
+
+def premul_sum(factor: float) -> Any:
+    """NCCL's reduction that multiplies each input by `factor` first (1.13)."""
+    return cast(Any, dist.ReduceOp.PREMUL_SUM)(factor)
+
+
+def post_accumulate_hooks(param: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:
+    """Hooks from `register_post_accumulate_grad_hook` (2.1): autograd runs them only for gradients that it made."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    return tuple(hooks.values()) if hooks else ()
+
+
+def tensor_hooks(param: torch.Tensor) -> int:
+    """How many hooks `register_hook` put on the tensor."""
+    return len(getattr(param, "_backward_hooks", None) or ())

@@ -1,0 +1,97 @@
+"""One group's unsharded gradients: each written once, straight into the input of the reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .buffer import DBuffer
+from .layout import Layout
+from .traffic import Traffic
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """Where autograd's gradients go as soon as they exist, so that they are freed one by one.
+
+    `whole` has the dtype of the reduction. Gradients held over several backward passes without communication are summed
+    in a buffer as wide as the wider of gradient and reduction: sums do not lose what the wire would.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        shapes: Sequence[torch.Size],
+        *,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        device: torch.device,
+        traffic: Traffic,
+    ) -> None:
+        self._layout = layout
+        self._shapes = tuple(shapes)
+        self._device = device
+        self._traffic = traffic
+        self.whole, self._slots = self._new_buffer(reduce_dtype)
+        self._held: DBuffer | None = None
+        self._wide = torch.promote_types(dtype, reduce_dtype)
+        self._target, self._target_slots = self.whole, self._slots
+        self.filled = [False] * len(self._shapes)
+
+    def take(self, index: int, param: torch.Tensor, *, hold: bool) -> None:
+        """Move `param.grad` into its place; `hold` says that the next reduction comes after a later backward pass."""
+        grad = param.grad
+        assert grad is not None
+        if hold and self._wide != self._target.dtype:
+            self._widen()
+        self._target.alloc()
+        slot = self._target_slots[index]
+        if self.filled[index]:
+            slot.add_(grad)
+        else:
+            slot.copy_(grad)
+            self.filled[index] = True
+        self._traffic.copied_bytes += slot.numel() * slot.itemsize
+        param.grad = None
+
+    def seal(self) -> list[int]:
+        """Make `whole` ready to be reduced: zeros where nothing came. Returns the tensors that had a gradient."""
+        self._target.alloc()
+        self._target.zero_gaps()
+        for slot, filled in zip(self._target_slots, self.filled, strict=True):
+            if not filled:
+                slot.zero_()
+        if self._held is not None:
+            self.whole.alloc()
+            self.whole.flat.copy_(self._held.flat)
+            self._forget_held()
+        return [i for i, filled in enumerate(self.filled) if filled]
+
+    def clear(self) -> None:
+        """Forget every gradient and free the memory."""
+        self.whole.free()
+        self._forget_held()
+        self.filled = [False] * len(self._shapes)
+
+    @property
+    def any(self) -> bool:
+        return True in self.filled
+
+    def _widen(self) -> None:
+        """From now on sum in the wider dtype."""
+        self._held, slots = self._new_buffer(self._wide)
+        if self.any:
+            self._held.flat.copy_(self._target.flat)
+        self._target.free()
+        self._target, self._target_slots = self._held, slots
+
+    def _forget_held(self) -> None:
+        self._held = None
+        self._target, self._target_slots = self.whole, self._slots
+
+    def _new_buffer(self, dtype: torch.dtype) -> tuple[DBuffer, list[torch.Tensor]]:
+        numels = [shape.numel() for shape in self._shapes]
+        buffer = DBuffer.whole(self._layout, numels, dtype=dtype, device=self._device)
+        return buffer, [buffer.view(i).view(shape) for i, shape in enumerate(self._shapes)]

@@ -1,0 +1,89 @@
+"""Which parameters one `fully_shard` call manages: modules in, ManagedParams out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from . import _torch
+from .errors import VescaleError
+
+__all__ = ["ManagedParam", "check_param", "find_buffers", "find_managed"]
+
+
+@dataclass(frozen=True, eq=False)
+class ManagedParam:
+    """A parameter, the name by which its wrapped module knows it, and every place that holds it (several when tied)."""
+
+    fqn: str
+    param: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    def name_below(self, names: Mapping[nn.Module, str]) -> str:
+        """The fqn under a root whose modules have `names`."""
+        module, name = self.owners[0]
+        return f"{names[module]}.{name}" if names.get(module) else name
+
+    @property
+    def module(self) -> nn.Module:
+        return self.owners[0][0]
+
+
+def find_managed(roots: Sequence[nn.Module], ignored: Iterable[nn.Parameter] = ()) -> list[ManagedParam]:
+    """Parameters of `roots` in module order, without `ignored` ones and those of modules that are wrapped already."""
+    ignored = set(ignored)
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for root in roots:
+        for module in root.modules():
+            for name, param in module._parameters.items():
+                if param is not None:
+                    owners.setdefault(param, []).append((module, name))
+    managed = {}
+    for fqn, param in _named_params(roots):
+        if param not in ignored and param not in managed:
+            managed[param] = ManagedParam(fqn, param, tuple(owners[param]))
+    return list(managed.values())
+
+
+def find_buffers(roots: Sequence[nn.Module]) -> list[torch.Tensor]:
+    return [buffer for _, module in _walk(roots) for buffer in module.buffers(recurse=False)]
+
+
+def _named_params(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, module in _walk(roots):
+        yield from module.named_parameters(prefix=prefix, recurse=False)
+
+
+def _walk(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with their names, depth first, not entering those that another call or torch's `replicate` manages."""
+    seen: set[nn.Module] = set()
+    for index, root in enumerate(roots):
+        yield from _descend(f"{index}" if len(roots) > 1 else "", root, seen, root)
+
+
+def _descend(prefix: str, module: nn.Module, seen: set[nn.Module], root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if module in seen or _torch.is_replicated_by_torch(module):
+        return
+    if module is not root and _torch.state_of(module) is not None:
+        return
+    seen.add(module)
+    yield prefix, module
+    for name, child in module.named_children():
+        yield from _descend(f"{prefix}.{name}" if prefix else name, child, seen, root)
+
+
+def check_param(managed: ManagedParam, device: torch.device) -> None:
+    """Raise, naming the parameter, where it cannot be sharded as it is."""
+    param = managed.param
+    if param.device.type not in (device.type, "meta"):
+        raise VescaleError(
+            f"{managed.fqn}: is on {param.device}, the mesh is on {device}. Move the model before fully_shard."
+        )
+    if not param.is_contiguous():
+        raise NotImplementedError(
+            f"{managed.fqn}: shape {tuple(param.shape)} has stride {param.stride()}, but only contiguous parameters "
+            f"are sharded. Call .contiguous() on it first."
+        )

@@ -1,0 +1,170 @@
+"""What a rank keeps of one group: the shard buffer and the DTensor parameters that view it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from ragged_dtensor import RaggedShard
+
+from . import _torch
+from .buffer import DBuffer
+from .errors import VescaleError
+from .layout import Layout
+from .managed import ManagedParam
+from .mesh import DataMesh
+
+__all__ = ["Shards", "ragged_shard"]
+
+
+class Shards:
+    """The sharded parameters of one group, in plan order, with their storage."""
+
+    def __init__(self, managed: Sequence[ManagedParam], layout: Layout, mesh: DataMesh) -> None:
+        self.managed = tuple(managed)
+        self.layout = layout
+        self.mesh = mesh
+        self.numels = [each.param.numel() for each in managed]
+        first = managed[0].param
+        self.buffer = DBuffer.shard(layout, self.numels, mesh.rank, dtype=first.dtype, device=first.device)
+        shapes = [tuple(each.param.shape) for each in managed]
+        self.placements = [ragged_shard(layout, i, shape) for i, shape in enumerate(shapes)]
+        self.local_shapes = [
+            (-1, *shape[1:]) if placement.dims == (0,) and len(shape) > 1 else (-1,)
+            for placement, shape in zip(self.placements, shapes, strict=True)
+        ]
+        self.params = [self._shard(i) for i in range(len(managed))]
+        # Forget the whole parameters, or they would live as long as the model.
+        self.managed = tuple(replace(each, param=param) for each, param in zip(managed, self.params, strict=True))
+        self.locals = [_torch.local_of(param) for param in self.params]
+        self._zero_padding()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.buffer.dtype
+
+    @property
+    def is_meta(self) -> bool:
+        return self.buffer.flat.is_meta
+
+    def new_buffer(self, dtype: torch.dtype) -> DBuffer:
+        """An uninitialised buffer with this rank's layout, for reduced gradients."""
+        lanes = [lane.numel() for lane in self.buffer.lanes]
+        return DBuffer(lanes, self.buffer.pieces, dtype=dtype, device=self.buffer.flat.device)
+
+    def local(self, buffer: DBuffer, index: int) -> torch.Tensor:
+        """Tensor `index` of a buffer with this rank's layout, in the shape that its DTensor's local tensor has."""
+        return _shaped(buffer.view(index), self.local_shapes[index], self.managed[index].param.shape)
+
+    def gradient(self, index: int, local: torch.Tensor) -> DTensor:
+        """The DTensor of a reduced gradient, placed as its parameter is."""
+        return _torch.dtensor(local, _torch.spec_of(self.params[index]))
+
+    @torch.no_grad()
+    def _shard(self, index: int) -> nn.Parameter:
+        """Copy this rank's elements into the buffer; the parameter that views them carries over what users set."""
+        managed = self.managed[index]
+        param = managed.param
+        local = self.local(self.buffer, index)
+        span = self.layout.shard_range(index, self.numels[index], self.mesh.rank)
+        if not param.is_meta:
+            local.view(-1).copy_(param.detach().view(-1)[span.begin : span.end])
+        spec = _torch.dtensor_spec(self.mesh.mesh, self.mesh.placements(self.placements[index]), param)
+        sharded = nn.Parameter(_torch.dtensor(local, spec), requires_grad=param.requires_grad)
+        vars(sharded).update(vars(param))
+        for hook in _torch.post_accumulate_hooks(param):
+            _torch.on_gradient(sharded, hook)
+        return sharded
+
+    @torch.no_grad()
+    def adopt(self) -> bool:
+        """Take values that `_apply`, `to_empty` or `load_state_dict(assign=True)` put elsewhere back into the buffer.
+
+        The Parameter objects stay the same, so an optimizer keeps them. Returns whether anything had moved.
+        """
+        found = [each.module._parameters[each.owners[0][1]] for each in self.managed]
+        moved = [
+            new is not old or _torch.local_of(old) is not local
+            for new, old, local in zip(found, self.params, self.locals, strict=True)
+        ]
+        if not any(moved):
+            return False
+        news = [self._local_value(i, cast(torch.Tensor, new)) for i, new in enumerate(found)]
+        self._reallocate(news)
+        for i, new in enumerate(news):
+            local = self.local(self.buffer, i)
+            if not new.is_meta:
+                local.copy_(new)
+            self._point(i, local)
+        self._zero_padding()
+        return True
+
+    def _local_value(self, index: int, new: torch.Tensor) -> torch.Tensor:
+        """The local values of what a module now holds as its parameter."""
+        managed = self.managed[index]
+        if not isinstance(new, DTensor):
+            raise VescaleError(
+                f"{managed.fqn}: expected a sharded parameter (DTensor), found a {type(new).__name__}. Load plain "
+                f"tensors without assign=True, or shard them with ragged_dtensor.distribute_tensor first."
+            )
+        if new.shape != managed.param.shape:
+            raise VescaleError(f"{managed.fqn}: expected shape {tuple(managed.param.shape)}, got {tuple(new.shape)}")
+        wanted = self.mesh.placements(self.placements[index])
+        if new.placements != wanted:
+            new = new.redistribute(self.mesh.mesh, [Replicate()] * self.mesh.mesh.ndim).redistribute(placements=wanted)
+        return _torch.local_of(new)
+
+    def _reallocate(self, news: Sequence[torch.Tensor]) -> None:
+        """A buffer for the new values' dtype and device, if those changed."""
+        kinds = {(new.dtype, new.device) for new in news}
+        if len(kinds) > 1:
+            lines = [f"{each.fqn}: {new.dtype} on {new.device}" for each, new in zip(self.managed, news, strict=True)]
+            raise VescaleError(
+                "a group's parameters must keep one dtype and device; convert all of:\n" + "\n".join(lines)
+            )
+        ((dtype, device),) = kinds
+        if (dtype, device) != (self.buffer.dtype, self.buffer.flat.device):
+            lanes = [lane.numel() for lane in self.buffer.lanes]
+            self.buffer = DBuffer(lanes, self.buffer.pieces, dtype=dtype, device=device)
+
+    def _point(self, index: int, local: torch.Tensor) -> None:
+        """Let parameter `index` view `local`, as the same object."""
+        param = self.params[index]
+        if (param.dtype, param.device) == (local.dtype, local.device):
+            _torch.set_local(param, local)
+        else:
+            spec = _torch.dtensor_spec(self.mesh.mesh, self.mesh.placements(self.placements[index]), param)
+            spec = _torch.with_dtype(spec, local.dtype)
+            fresh = nn.Parameter(_torch.dtensor(local, spec), requires_grad=param.requires_grad)
+            cast(Any, torch.utils.swap_tensors)(param, fresh)
+        self.locals[index] = local
+        for module, name in self.managed[index].owners:
+            module._parameters[name] = param
+
+    def _zero_padding(self) -> None:
+        if not self.is_meta:
+            self.buffer.zero_gaps()
+
+
+def ragged_shard(layout: Layout, index: int, shape: tuple[int, ...]) -> RaggedShard:
+    """The placement of tensor `index`: whole rows where every cut lies between rows, else single elements."""
+    numel = torch.Size(shape).numel()
+    units = layout.units(index, numel)
+    row = torch.Size(shape[1:]).numel()
+    if len(shape) > 1 and numel > 0:
+        unit = numel // units.total
+        if all(value * unit % row == 0 for value, _ in units.runs):
+            return RaggedShard((0,), units)
+    return RaggedShard(tuple(range(len(shape))), units)
+
+
+def _shaped(flat: torch.Tensor, local_shape: tuple[int, ...], shape: torch.Size) -> torch.Tensor:
+    if len(local_shape) == 1:
+        return flat
+    rows = flat.numel() // shape[1:].numel()
+    return flat.view(rows, *local_shape[1:])

@@ -1,0 +1,288 @@
+"""What `fully_shard` attaches to modules: hooks that gather before use, free after it, and reduce after backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from . import _torch
+from .group import ParamGroup, Phase
+from .nested import cast_floats, map_tensors, with_grad
+from .policy import MixedPrecisionPolicy
+from .traffic import Traffic
+
+__all__ = ["ModuleState", "Schedule", "find_state"]
+
+
+class Schedule:
+    """One model's iteration, shared by all its states: who runs forward, in which order states ran, what moved."""
+
+    def __init__(self) -> None:
+        self.states: list[ModuleState] = []
+        self.forward_root: ModuleState | None = None
+        self.order: list[ModuleState] = []
+        """States in the order in which their forwards ended, once per forward."""
+        self.is_last_backward = True
+        self.end_is_queued = False
+        self.traffic = Traffic()
+
+    @property
+    def all_states(self) -> list[ModuleState]:
+        """The name by which torch.distributed.pipelining knows `states`."""
+        return self.states
+
+
+class ModuleState:
+    """State of one `fully_shard` call: its modules, its groups, and where they are in the iteration."""
+
+    def __init__(
+        self,
+        modules: tuple[nn.Module, ...],
+        groups: Sequence[ParamGroup],
+        *,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_is_automatic: bool,
+    ) -> None:
+        self.modules = modules
+        self.groups = list(groups)
+        self.mp_policy = mp_policy
+        self.reshard_is_automatic = reshard_is_automatic
+        self.is_root: bool | None = None
+        """None until the first forward of a model finds out."""
+        self.phase = Phase.IDLE
+        self.schedule = Schedule()
+        self.schedule.states = [self]
+        self.forward_prefetch: list[ModuleState] = []
+        self.backward_prefetch: list[ModuleState] = []
+        self._uses: list[int] = []
+        """Positions in `schedule.order` of forwards whose backward has not come yet."""
+        self._to_run: set[nn.Module] = set()
+        """Modules of this call whose forward is still expected in this pass."""
+        for module in modules:
+            _torch.attach_state(module, self)
+            module.register_forward_pre_hook(self._on_enter, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._on_leave, always_call=len(modules) > 1)
+
+    # What torch.distributed.pipelining uses
+
+    @property
+    def _state_ctx(self) -> Schedule:
+        return self.schedule
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        return self.groups
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.end_backward()
+
+    # First use
+
+    def ensure_ready(self) -> None:
+        """Before the first use: the module that runs first is the root, and all wrapped modules below it join it."""
+        if self.is_root is not None:
+            return
+        if len(self.modules) > 1:
+            raise RuntimeError(
+                f"fully_shard needs one root module, got a list of {len(self.modules)}: wrap their parent too"
+            )
+        root = self.modules[0]
+        states: list[ModuleState] = []
+        for name, module in root.named_modules():
+            state = find_state(module)
+            if state is None or state in states:
+                continue
+            if state is not self and state.is_root is not None:
+                raise RuntimeError(
+                    f"{name}: ran forward before its root module {type(root).__name__}; run the root's forward first"
+                )
+            states.append(state)
+        self._join(states, {module: name for name, module in root.named_modules()})
+
+    def _join(self, states: list[ModuleState], names: dict[nn.Module, str]) -> None:
+        self.schedule.states = states
+        for state in states:
+            state.is_root = state is self
+            state.schedule = self.schedule
+            module_name = ", ".join(names[module] for module in state.modules) or "root"
+            for group in state.groups:
+                group.traffic = self.schedule.traffic
+                suffix = f" [{group.kind}]" if len(state.groups) > 1 else ""
+                group.prepare(module_name + suffix, [each.name_below(names) for each in group.shards.managed])
+        if self.reshard_is_automatic:
+            for group in self.groups:
+                group.reshard_after_forward = False
+
+    # Forward
+
+    def _on_enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.before_forward(module, args, kwargs)
+
+    def _on_leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.after_forward(module, output)
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.phase is Phase.PRE_BACKWARD:  # activation checkpointing runs forward again
+            self._gather()
+            return self._cast_inputs(args, kwargs)
+        first = self.phase is not Phase.FORWARD
+        if first:
+            self.ensure_ready()
+            if self.schedule.forward_root is None:
+                self.schedule.forward_root = self
+            self._to_run = set(self.modules)
+        self.phase = Phase.FORWARD
+        args, kwargs = self._cast_inputs(args, kwargs)
+        for group in self.groups:
+            group.phase = Phase.FORWARD
+        self._gather()
+        if first:
+            args, kwargs = self._watch_inputs(args, kwargs)
+            for state in self.forward_prefetch:
+                state.prefetch(Phase.FORWARD)
+        return args, kwargs
+
+    def after_forward(self, module: nn.Module, output: Any) -> Any:
+        if self.phase is Phase.PRE_BACKWARD:
+            return self._cast_output(output)
+        self._to_run.discard(module)
+        if self._to_run:
+            return self._cast_output(output)
+        return self._end_forward(output)
+
+    def _end_forward(self, output: Any) -> Any:
+        recomputing = _torch.in_backward()
+        for group in self.groups:
+            if not recomputing:
+                group.reshard()
+            group.phase = Phase.IDLE
+        if not recomputing:
+            self._uses.append(len(self.schedule.order))
+            self.schedule.order.append(self)
+        self._watch_output(output)
+        self.phase = Phase.IDLE
+        if self.schedule.forward_root is self:
+            output = self._end_unfinished(output)
+            self.schedule.forward_root = None
+        return self._cast_output(output)
+
+    def _end_unfinished(self, output: Any) -> Any:
+        """End the forward of states of which only some modules ran."""
+        for state in reversed(self.schedule.states):
+            if state is not self and state._to_run:
+                state._to_run.clear()
+                output = state._end_forward(output)
+        return output
+
+    def _gather(self) -> None:
+        for group in self.groups:
+            group.unshard(group.unshard_async_op)
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def prefetch(self, phase: Phase) -> None:
+        """Start gathering while other modules compute."""
+        for group in self.groups if phase is Phase.FORWARD else reversed(self.groups):
+            before, group.phase = group.phase, phase
+            group.unshard(async_op=True)
+            group.phase = before
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        return cast_floats(dtype, args), cast_floats(dtype, kwargs)
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.mp_policy.output_dtype
+        return output if dtype is None else cast_floats(dtype, output)
+
+    # Backward
+
+    def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put a node on the inputs: when their gradients exist, the module's backward is over."""
+        if not torch.is_grad_enabled() or not self.groups:
+            return args, kwargs
+        tensors = with_grad((args, kwargs))
+        if not tensors:
+            return args, kwargs
+        watched = iter(cast(Any, _AfterBackward).apply(self, *tensors))
+        return cast(
+            tuple[tuple[Any, ...], dict[str, Any]],
+            map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, (args, kwargs)),
+        )
+
+    def _watch_output(self, output: Any) -> None:
+        """When the first gradient of an output arrives, the module's backward is about to begin."""
+        if torch.is_grad_enabled():
+            for tensor in with_grad(output):
+                cast(Any, tensor).register_hook(self._before_backward)
+
+    def _before_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        if not self.schedule.end_is_queued:
+            self.schedule.end_is_queued = True
+            _torch.queue_after_backward(self.end_backward)
+        self.phase = Phase.PRE_BACKWARD
+        if any(group.phase is not Phase.PRE_BACKWARD for group in self.groups):
+            for group in self.groups:
+                group.phase = Phase.PRE_BACKWARD
+            self._gather()
+            self._prefetch_backward()
+        return grad
+
+    def _prefetch_backward(self) -> None:
+        for state in self.backward_prefetch:
+            state.prefetch(Phase.PRE_BACKWARD)
+        if not self._uses:
+            return
+        use = self._uses.pop()
+        if not self.backward_prefetch and use > 0:
+            self.schedule.order[use - 1].prefetch(Phase.PRE_BACKWARD)
+
+    def after_backward(self) -> None:
+        """All gradients of the groups' parameters, for this use of the modules, exist."""
+        for group in reversed(self.groups):
+            group.post_backward()
+
+    def end_backward(self) -> None:
+        """The backward pass is over: reduce what is left and get ready for the next iteration."""
+        schedule = self.schedule
+        schedule.forward_root = None
+        schedule.end_is_queued = False
+        for state in schedule.states:
+            state._to_run.clear()
+            for group in reversed(state.groups):
+                if group.phase is not Phase.POST_BACKWARD:
+                    group.post_backward()
+                group.phase = Phase.IDLE
+            state.phase = Phase.IDLE
+            if schedule.is_last_backward:
+                state._uses.clear()
+                for group in state.groups:
+                    group.finish_backward()
+        if schedule.is_last_backward:
+            schedule.order.clear()
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity on a module's inputs whose backward says that the module's is over."""
+
+    @staticmethod
+    def forward(ctx: Any, state: ModuleState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.state = state
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.state.after_backward()
+        return (None, *grads)
+
+
+def find_state(module: nn.Module) -> ModuleState | None:
+    state = _torch.state_of(module)
+    return state if isinstance(state, ModuleState) else None

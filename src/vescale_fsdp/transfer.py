@@ -1,0 +1,139 @@
+"""Moving one group's buffers between ranks, in place: gather shards into the whole, reduce the whole into shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from . import _torch
+from .buffer import DBuffer
+from .mesh import DataMesh
+from .traffic import Traffic
+
+__all__ = [
+    "Division",
+    "Gathering",
+    "all_reduce",
+    "default_gather",
+    "default_reduce_scatter",
+    "gather",
+    "reduce_scatter",
+]
+
+Comm = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the sum over ranks becomes the gradient: divide before and after the collective, and reduce by `op` in it.
+
+    The choices are FSDP2's, so that results are bit-equal: the collective's own average for float32 and bfloat16; for
+    narrower ranges a power of two near sqrt(ranks) before and the rest after, so that nothing overflows.
+    """
+
+    before: float = 1.0
+    after: float = 1.0
+    op: Any = ReduceOp.SUM
+    replicate_op: Any = ReduceOp.SUM
+
+    @classmethod
+    def choose(cls, mesh: DataMesh, dtype: torch.dtype, *, factor: float | None, sum_only: bool) -> Division:
+        num_ranks = mesh.num_ranks * mesh.num_replicas
+        if dtype in (torch.float32, torch.bfloat16) and not sum_only:
+            if factor is None:
+                return cls() if num_ranks == 1 else cls(op=ReduceOp.AVG, replicate_op=ReduceOp.AVG)
+            if mesh.num_ranks > 1 and factor == mesh.num_ranks:
+                return cls(op=ReduceOp.AVG)
+            if mesh.num_ranks > 1 and mesh.backend == "nccl":
+                return cls(op=_torch.premul_sum(1 / factor))
+            return cls(after=factor)  # the backend has no PREMUL_SUM
+        divisor = float(num_ranks) if factor is None else factor
+        return cls(after=divisor) if dtype in (torch.float32, torch.bfloat16) else cls(*_split(divisor))
+
+
+def _split(divisor: float) -> tuple[float, float]:
+    """A power of two that divides `divisor` and is about its square root, and the rest."""
+    before = 1
+    while divisor % before == 0 and divisor / before > before:
+        before *= 2
+    return float(before), divisor / before
+
+
+class Gathering:
+    """A gather under way."""
+
+    def __init__(self, whole: DBuffer) -> None:
+        self.works: list[dist.Work] = []
+        # Until the end of the wait: gloo's threads write, and count versions, whenever they get to it.
+        self._guard = _torch.preserve_version(whole.flat)
+        self._guard.__enter__()
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self._guard.__exit__(None, None, None)
+
+
+def gather(
+    shard: DBuffer, whole: DBuffer, mesh: DataMesh, *, comm: Comm, async_op: bool, traffic: Traffic
+) -> Gathering:
+    """Start to fill `whole` from every rank's `shard`; it is usable once the caller has waited.
+
+    The input of the collective is the shard's own memory, or, where the dtype or device changes, this rank's slice of
+    the output: one cast, and the gather is in place.
+    """
+    gathering = Gathering(whole)
+    with torch.no_grad():
+        for source, target in zip(shard.lanes, whole.lanes, strict=True):
+            if source.dtype != target.dtype or source.device != target.device:
+                mine = target.narrow(0, mesh.rank * source.numel(), source.numel())
+                mine.copy_(source, non_blocking=True)
+                traffic.copied_bytes += mine.numel() * mine.itemsize
+                source = mine
+            if mesh.num_ranks == 1:
+                continue
+            work = comm(output_tensor=target, input_tensor=source, group=mesh.group, async_op=async_op)
+            if work is not None:
+                gathering.works.append(work)
+            traffic.gathers += 1
+            traffic.gathered_bytes += target.numel() * target.itemsize
+            traffic.wire_bytes += (mesh.num_ranks - 1) * source.numel() * source.itemsize
+    return gathering
+
+
+def reduce_scatter(
+    whole: DBuffer, shard: DBuffer, mesh: DataMesh, division: Division, *, comm: Comm, traffic: Traffic
+) -> None:
+    """Sum `whole` over ranks and keep this rank's part in `shard`; both have the dtype of the reduction."""
+    if division.before != 1:
+        whole.flat.div_(division.before)
+    for source, target in zip(whole.lanes, shard.lanes, strict=True):
+        if mesh.num_ranks == 1:
+            target.copy_(source)
+            continue
+        comm(output_tensor=target, input_tensor=source, group=mesh.group, op=division.op)
+        traffic.reduces += 1
+        traffic.reduced_bytes += source.numel() * source.itemsize
+        traffic.wire_bytes += (mesh.num_ranks - 1) * target.numel() * target.itemsize
+
+
+def all_reduce(shard: DBuffer, mesh: DataMesh, division: Division, *, traffic: Traffic) -> None:
+    """Sum the shards of all replicas."""
+    if mesh.replicate_group is None or mesh.num_replicas == 1:
+        return
+    dist.all_reduce(shard.flat, op=division.replicate_op, group=mesh.replicate_group)
+    traffic.all_reduces += 1
+    traffic.wire_bytes += 2 * (mesh.num_replicas - 1) * shard.nbytes // mesh.num_replicas
+
+
+def default_gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
+    return _torch.all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def default_reduce_scatter(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any) -> Any:
+    return _torch.reduce_scatter(output_tensor, input_tensor, op=op, group=group)
