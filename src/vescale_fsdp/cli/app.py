@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import typer
 
+from vescale_fsdp.cli.advise import advise
 from vescale_fsdp.cli.errors import OneLineErrors
+from vescale_fsdp.cli.plan import plan
 from vescale_fsdp.cli.train import train
 
 __all__ = ["app"]
@@ -20,6 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(plan)
+app.command()(advise)
 
 
 @app.callback()

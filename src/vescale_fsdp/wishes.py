@@ -1,0 +1,131 @@
+"""What the command line asks for: rows, blocks or a format, for all parameters or for those whose name matches.
+
+    --rows 128                    128 rows of every parameter stay together
+    --rows 'layers.*.norm=1'      ... but for these one row; of several --rows that match, the last one counts
+    --block '*.w1=128x128'        128x128 blocks stay whole; another kind of wish adds to --rows, as the lcm of both
+    --format fp8_block            what a registered format asks for
+
+A row of a parameter is what one step along its first dim skips: prod(shape[1:]) elements, but shape[-1] for 3-D ones
+(fused experts) and one element for 1-D ones. N rows are N times that, wherever they start: (128, 2880, 2880) with 16
+rows may be cut every 46080 elements. `--rows whole` keeps every matrix on one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from ragged_dtensor.granularity import Granularity
+
+from .errors import VescaleError
+from .shapes import ModelShapes, ShapeGroup, merge_equal
+from .spec import ParamSpec
+
+__all__ = ["Wish", "WishError", "grant", "parse_wish"]
+
+Kind = Literal["rows", "block", "format"]
+
+
+class WishError(VescaleError):
+    """A --rows, --block or --format that means nothing, or that matches no parameter."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """`asks(spec)` is the granularity for a parameter whose fqn matches `pattern`."""
+
+    kind: Kind
+    pattern: str
+    value: str
+    asks: Callable[[ParamSpec], Granularity]
+
+    def __str__(self) -> str:
+        return f"--{self.kind} {self.value}" if self.pattern == "*" else f"--{self.kind} {self.pattern}={self.value}"
+
+
+def parse_wish(kind: Kind, text: str) -> Wish:
+    """Read `VALUE` or `PATTERN=VALUE`."""
+    pattern, equals, value = text.rpartition("=")
+    if equals and not pattern:
+        raise WishError(f"--{kind} {text}: expected VALUE or PATTERN=VALUE, got an empty pattern")
+    return Wish(kind, pattern or "*", value, _PARSERS[kind](value))
+
+
+def grant(shapes: ModelShapes, wishes: Sequence[Wish]) -> ModelShapes:
+    """The model with each parameter's granularity; copies that are no longer equal become groups of their own."""
+    if not wishes:
+        return shapes
+    groups = shapes.groups
+    if any(wish.pattern != "*" for wish in wishes):
+        groups = tuple(copy for group in shapes.groups for copy in group.copies())
+        _refuse_unused(wishes, [spec.fqn for group in groups for spec in group.specs])
+    return shapes.with_groups(merge_equal(_granted(group, wishes) for group in groups))
+
+
+def _granted(group: ShapeGroup, wishes: Sequence[Wish]) -> ShapeGroup:
+    return replace(group, specs=tuple(_wished(spec, wishes) for spec in group.specs))
+
+
+def _wished(spec: ParamSpec, wishes: Sequence[Wish]) -> ParamSpec:
+    last = {wish.kind: wish for wish in wishes if fnmatchcase(spec.fqn, wish.pattern)}
+    granularity = spec.granularity
+    for wish in last.values():
+        granularity = granularity & wish.asks(spec)
+    return replace(spec, granularity=granularity)
+
+
+def _refuse_unused(wishes: Sequence[Wish], fqns: Sequence[str]) -> None:
+    for wish in wishes:
+        if not any(fnmatchcase(fqn, wish.pattern) for fqn in fqns):
+            raise WishError(f"{wish}: matches no parameter; their names are like {fqns[-1]}")
+
+
+def _parse_rows(value: str) -> Callable[[ParamSpec], Granularity]:
+    if value == "whole":
+        return lambda spec: Granularity(max(spec.numel, 1), ("whole (--rows)",))
+    rows = _whole_number("rows", value, value)
+
+    def asks(spec: ParamSpec) -> Granularity:
+        shape = spec.shape
+        row = shape[-1] if len(shape) == 3 else math.prod(shape[1:])
+        return Granularity(max(rows * row, 1) if shape else 1, (f"{rows} rows (--rows)",) if rows > 1 else ())
+
+    return asks
+
+
+def _parse_block(value: str) -> Callable[[ParamSpec], Granularity]:
+    rows_text, by, columns_text = value.partition("x")
+    if not by:
+        raise WishError(f"--block {value}: expected NxM, such as 128x128")
+    rows, columns = _whole_number("block", value, rows_text), _whole_number("block", value, columns_text)
+    return lambda spec: _blocks(spec, rows, columns)
+
+
+def _blocks(spec: ParamSpec, rows: int, columns: int) -> Granularity:
+    """Whole rows of blocks, since memory runs along rows; a fused expert whose rows end inside a block stays whole."""
+    if len(spec.shape) < 2 or not spec.numel:
+        return Granularity(1)
+    *_, height, width = spec.shape if len(spec.shape) <= 3 else (spec.shape[0], math.prod(spec.shape[1:]))
+    if len(spec.shape) == 3 and height % rows:
+        return Granularity(height * width, (f"whole experts, {height} rows do not split into {rows}x{columns} blocks",))
+    return Granularity(rows * width, (f"{rows}x{columns} blocks (--block)",))
+
+
+def _parse_format(value: str) -> Callable[[ParamSpec], Granularity]:
+    raise WishError(f"--format {value}: unknown format; no format is registered")
+
+
+def _whole_number(kind: Kind, value: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise WishError(f"--{kind} {value}: expected a whole number >= 1, got {text!r}")
+    return int(text)
+
+
+_PARSERS: dict[Kind, Callable[[str], Callable[[ParamSpec], Granularity]]] = {
+    "rows": _parse_rows,
+    "block": _parse_block,
+    "format": _parse_format,
+}
