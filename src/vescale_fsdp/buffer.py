@@ -22,8 +22,8 @@ class DBuffer:
           shard 0   |aaaaaaaa|              pieces: a = [0, 8),  b = [8, 8)
           shard 1   |aa..bbbb|              pieces: a = [0, 2),  b = [4, 8)
 
-    `pieces[i]` says where tensor i lies in `flat`; what no piece covers is padding. Views survive `free` and `alloc`, but are made
-    while the buffer is allocated, as it is when new.
+    `pieces[i]` says where tensor i lies in `flat`; what no piece covers is padding. Views survive `free` and
+    `alloc`, but are made while the buffer is allocated, as it is when new.
     """
 
     def __init__(

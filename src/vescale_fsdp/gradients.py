@@ -10,7 +10,7 @@ from .buffer import DBuffer
 from .layout import Layout
 from .traffic import Traffic
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "OwnGradients"]
 
 
 class Gradients:
@@ -95,3 +95,28 @@ class Gradients:
         numels = [shape.numel() for shape in self._shapes]
         buffer = DBuffer.whole(self._layout, numels, dtype=dtype, device=self._device)
         return buffer, [buffer.view(i).view(shape) for i, shape in enumerate(self._shapes)]
+
+
+class OwnGradients:
+    """The gradients of a group that no other rank shares: autograd's own tensors, neither copied nor reduced."""
+
+    def __init__(self, num_tensors: int) -> None:
+        self._grads: list[torch.Tensor | None] = [None] * num_tensors
+
+    def take(self, index: int, param: torch.Tensor, *, hold: bool) -> None:
+        grad = param.grad
+        held = self._grads[index]
+        self._grads[index] = grad if held is None or grad is None else held.add_(grad)
+        param.grad = None
+
+    def pop(self) -> list[torch.Tensor | None]:
+        """The gradients, by parameter; forgets them."""
+        grads, self._grads = self._grads, [None] * len(self._grads)
+        return grads
+
+    def clear(self) -> None:
+        self.pop()
+
+    @property
+    def any(self) -> bool:
+        return any(grad is not None for grad in self._grads)

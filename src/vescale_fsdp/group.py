@@ -14,7 +14,7 @@ from torch import nn
 
 from . import _torch
 from .buffer import DBuffer
-from .gradients import Gradients
+from .gradients import Gradients, OwnGradients
 from .managed import ManagedParam
 from .mesh import DataMesh
 from .plan import GroupPlan
@@ -62,7 +62,7 @@ class ParamGroup:
         self._owners.put(self.shards.params)
         self._whole: DBuffer | None = None
         self._unsharded: list[nn.Parameter] = []
-        self._gradients: Gradients | None = None
+        self._gradients: Gradients | OwnGradients | None = None
         self._pending: Gathering | None = None
 
         self.reshard_after_forward = reshard_after_forward
@@ -200,18 +200,25 @@ class ParamGroup:
     # Gradients
 
     @property
-    def gradients(self) -> Gradients:
+    def gradients(self) -> Gradients | OwnGradients:
         if self._gradients is None:
-            dtype = self.compute_dtype
-            self._gradients = Gradients(
-                self.plan.layout,
-                [param.shape for param in self.shards.params],
-                dtype=dtype,
-                reduce_dtype=self.mp_policy.reduce_dtype or dtype,
-                device=self.device,
-                traffic=self.traffic,
-            )
+            self._gradients = self._make_gradients()
         return self._gradients
+
+    def _make_gradients(self) -> Gradients | OwnGradients:
+        dtype = self.compute_dtype
+        reduce_dtype = self.mp_policy.reduce_dtype or dtype
+        is_alone = self.views_shard and self.mesh.num_replicas == 1 and self.all_reduce_hook is None
+        if is_alone and reduce_dtype == dtype:
+            return OwnGradients(len(self.shards.params))
+        return Gradients(
+            self.plan.layout,
+            [param.shape for param in self.shards.params],
+            dtype=dtype,
+            reduce_dtype=reduce_dtype,
+            device=self.device,
+            traffic=self.traffic,
+        )
 
     def take_gradient(self, index: int, param: torch.Tensor) -> None:
         self.gradients.take(index, param, hold=not self.reduce_grads)
@@ -238,6 +245,9 @@ class ParamGroup:
 
     def _reduce(self) -> None:
         gradients = self.gradients
+        if isinstance(gradients, OwnGradients):
+            self._deliver_own(gradients)
+            return
         filled = gradients.seal()
         division = Division.choose(self.mesh, gradients.whole.dtype, factor=self.divide_factor, sum_only=self.sum_only)
         reduced = self.shards.new_buffer(gradients.whole.dtype)
@@ -256,6 +266,15 @@ class ParamGroup:
             reduced = stored
         self._deliver(reduced, filled)
 
+    def _deliver_own(self, gradients: OwnGradients) -> None:
+        for i, (param, grad) in enumerate(zip(self.shards.params, gradients.pop(), strict=True)):
+            if grad is None and self.reduce_unused and param.requires_grad:
+                grad = torch.zeros(param.shape, dtype=param.dtype, device=self.device)
+            if grad is not None:
+                if self.divide_factor is not None:
+                    grad.div_(self.divide_factor)
+                self._deliver_one(i, self.shards.local_shaped(grad.reshape(-1), i))
+
     def _deliver(self, reduced: DBuffer, filled: list[int]) -> None:
         """Make the reduced gradients the `.grad` of the sharded parameters, or add to what is there."""
         with_gradient = set(filled)
@@ -266,12 +285,16 @@ class ParamGroup:
             # Another rank may have used a parameter that this one did not: its gradient counts.
             if i not in with_gradient and not self.reduce_unused and not local.any():
                 continue
-            if param.grad is None:
-                param.grad = self.shards.gradient(i, local)
-            else:
-                _torch.local_of(param.grad).add_(local)
-            for hook in _torch.post_accumulate_hooks(param):
-                hook(param)
+            self._deliver_one(i, local)
+
+    def _deliver_one(self, index: int, local: torch.Tensor) -> None:
+        param = self.shards.params[index]
+        if param.grad is None:
+            param.grad = self.shards.gradient(index, local)
+        else:
+            _torch.local_of(param.grad).add_(local)
+        for hook in _torch.post_accumulate_hooks(param):
+            hook(param)
 
 
 class _Owners:

@@ -57,9 +57,13 @@ class Shards:
         lanes = [lane.numel() for lane in self.buffer.lanes]
         return DBuffer(lanes, self.buffer.pieces, dtype=dtype, device=self.buffer.flat.device)
 
+    def local_shaped(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """Flat elements of tensor `index` in the shape that its DTensor's local tensor has."""
+        return _shaped(flat, self.local_shapes[index], self.managed[index].param.shape)
+
     def local(self, buffer: DBuffer, index: int) -> torch.Tensor:
-        """Tensor `index` of a buffer with this rank's layout, in the shape that its DTensor's local tensor has."""
-        return _shaped(buffer.view(index), self.local_shapes[index], self.managed[index].param.shape)
+        """Tensor `index` of a buffer with this rank's layout."""
+        return self.local_shaped(buffer.view(index), index)
 
     def gradient(self, index: int, local: torch.Tensor) -> DTensor:
         """The DTensor of a reduced gradient, placed as its parameter is."""
