@@ -82,7 +82,7 @@ def _padding(axes: Axes, advice: Advice) -> None:
     axes.minorticks_off()
     axes.set_title("padding", fontsize=9.5, color=INK, loc="left", pad=4)
     knee = advice.knee.shard_size
-    axes.text(knee, 1, f"knee: {knee}", fontsize=8.5, color=INK, ha="center", transform=axes.get_xaxis_transform())
+    axes.text(knee, 1.02, f"knee: {knee}", fontsize=8.5, color=INK, ha="center", transform=axes.get_xaxis_transform())
     _end_labels(axes, sizes[-1], [("plan", padding[-1], PALETTE[0]), ("lower bound", bound[-1], GREY)])
     axes.text(
         sizes[0], advice.max_padding_pct, f"{advice.max_padding_pct:g} % accepted", fontsize=8, color=INK, va="bottom"
