@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
@@ -31,6 +31,8 @@ __all__ = [
     "attach_state",
     "dtensor",
     "dtensor_spec",
+    "foreach_mul_",
+    "foreach_norm",
     "in_backward",
     "is_replicated_by_torch",
     "local_of",
@@ -133,3 +135,13 @@ def post_accumulate_hooks(param: torch.Tensor) -> Iterable[Callable[[torch.Tenso
 def tensor_hooks(param: torch.Tensor) -> int:
     """How many hooks `register_hook` put on the tensor."""
     return len(getattr(param, "_backward_hooks", None) or ())
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all tensors in one call (1.9; the `_foreach` family has no public names)."""
+    torch._foreach_mul_(tuple(tensors), factor)
+
+
+def foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tensor]:
+    """The norm of each tensor (1.9)."""
+    return torch._foreach_norm(tuple(tensors), order)

@@ -40,7 +40,7 @@ def clip_grad_norm_(
             local = _local(grad)
             by_kind[(local.device, local.dtype)].append(local)
         for (device, _), locals_ in by_kind.items():
-            torch._foreach_mul_(locals_, scale.to(device))
+            _torch.foreach_mul_(locals_, scale.to(device))
     return total
 
 
@@ -96,7 +96,7 @@ def _reduced(tensors: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup
     filled = [tensor for tensor in tensors if tensor.numel() > 0]
     device = tensors[0].device
     if filled:
-        norms = torch.stack([norm.to(device, torch.float64) for norm in torch._foreach_norm(filled, norm_type)])
+        norms = torch.stack([norm.to(device, torch.float64) for norm in _torch.foreach_norm(filled, norm_type)])
     else:
         norms = torch.zeros(1, dtype=torch.float64, device=device)
     part = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
