@@ -25,6 +25,7 @@ from torch.distributed.tensor import _api, _dispatch, _redistribute, _utils  # i
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # isort: skip
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding  # isort: skip
 from torch.distributed.tensor.placement_types import _StridedShard  # isort: skip
+from torch.distributed.tensor._ops._math_ops import _NormPartial  # isort: skip
 from torch.utils._python_dispatch import return_and_correct_aliasing  # isort: skip
 
 from ragged_dtensor.errors import RaggedShardError, UnsupportedTorchError
@@ -213,6 +214,21 @@ def local_arguments(op_info: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(op_info.local_args), dict(op_info.local_kwargs)
     args = _dispatch.pytree.tree_unflatten(list(op_info.local_args), op_info.args_tree_spec)
     return tuple(args), dict(op_info.local_kwargs)
+
+
+def redistribute_arguments(op_info: Any, schema: OpSchema) -> None:
+    """Bring the local arguments to the specs of `schema`."""
+    DTensor._op_dispatcher.redistribute_local_args(op_info, schema, False)
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile or make_fx is looking: tensors are fake and shapes may be symbols."""
+    return bool(_dispatch._are_we_tracing())
+
+
+def norm_partial(order: float) -> Placement:
+    """A p-norm of which every rank holds that of its own elements; whole as the root of the sum of their powers."""
+    return _NormPartial(order)
 
 
 def is_hashed_whole(op: Any) -> bool:

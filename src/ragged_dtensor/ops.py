@@ -2,15 +2,106 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ragged_dtensor import _torch
-from ragged_dtensor.errors import UnsupportedOpError
+from ragged_dtensor._torch import OutputSharding
+from ragged_dtensor.along_dim import ALONG_ONE_DIM, along_dim
+from ragged_dtensor.elementwise import (
+    NEW_TENSOR,
+    SAME_LAYOUT,
+    elementwise,
+    elementwise_on_lists,
+    is_elementwise,
+    is_elementwise_on_lists,
+    new_tensor,
+    same_layout,
+)
+from ragged_dtensor.op_call import Answer, Local, OpCall, is_participating, refusal
+from ragged_dtensor.reductions import FOREACH_REDUCTIONS, REDUCTIONS, reduced, reduced_lists
+from ragged_dtensor.views import RESHAPES, UNCHANGED, expanded, reshaped, unchanged
+from ragged_dtensor.whole import WHOLE
+
+Rule = Callable[[OpCall], Answer]
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(SAME_LAYOUT, same_layout),
+    **dict.fromkeys(NEW_TENSOR, new_tensor),
+    **dict.fromkeys(RESHAPES, reshaped),
+    **dict.fromkeys(UNCHANGED, unchanged),
+    **dict.fromkeys(REDUCTIONS, reduced),
+    **dict.fromkeys(FOREACH_REDUCTIONS, reduced_lists),
+    **dict.fromkeys(ALONG_ONE_DIM, along_dim),
+    "expand": expanded,
+}
+
+
+def rule_for(call: OpCall) -> Rule | None:
+    """The rule that answers the op, if there is one."""
+    if is_elementwise(call.op):
+        return SAME_LAYOUT_RULES.get(call.name, elementwise)
+    if is_elementwise_on_lists(call.op):
+        return elementwise_on_lists
+    return RULES.get(call.name)
+
+
+SAME_LAYOUT_RULES: dict[str, Rule] = dict.fromkeys(SAME_LAYOUT, same_layout)
 
 
 def answer(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info: Any) -> Any:
     """What torch gets for an op of which at least one operand is ragged: a sharding, which it caches, or the result."""
-    raise UnsupportedOpError(f"{op} has no rule for ragged operands: {op_info.schema}. Redistribute first.")
+    call = OpCall(op, args, kwargs, op_info)
+    if call.name in WHOLE:
+        return WHOLE[call.name](call)
+    rule = rule_for(call)
+    if rule is None:
+        result = _torch.decompose(op, args, kwargs)
+        if result is NotImplemented:
+            raise refusal(call)
+        return result
+    found = _remembered(call, rule)
+    if isinstance(found, Local):
+        return _run_local(call, found)
+    if not _torch.is_hashed_whole(op) and _has_numbers(call):
+        return _torch.run(op, args, kwargs, op_info, found)
+    return found
+
+
+# Answers that torch does not cache: each costs a run of the op on fake tensors. Bounded, in the order of insertion.
+_answers: dict[Any, Answer] = {}
+MOST_ANSWERS = 4096
+
+
+def _remembered(call: OpCall, rule: Rule) -> Answer:
+    if _torch.is_tracing() or call.key is None:  # a trace has fake shapes
+        return rule(call)
+    found = _answers.get(call.key)
+    if found is None:
+        if len(_answers) >= MOST_ANSWERS:
+            _answers.pop(next(iter(_answers)))
+        found = _answers[call.key] = rule(call)
+    return found
+
+
+def _has_numbers(call: OpCall) -> bool:
+    """Whether some argument is not a tensor, and may change the answer."""
+    given = len(call.schema.args_schema) + len(call.schema.kwargs_schema)
+    return given > sum(operand.where[1] is None for operand in call.operands)
+
+
+def _run_local(call: OpCall, found: Local) -> Any:
+    if not is_participating(call.mesh):
+        return OutputSharding(found.spec)
+    if found.redistributed is not None:
+        _torch.redistribute_arguments(call.info, found.redistributed)
+    args, kwargs = _torch.local_arguments(call.info)
+    result = found.compute(*args, **kwargs)
+    if call.is_inplace:
+        return call.args[0]
+    if outputs := [call.kwargs[argument.name] for argument in call.op._schema.arguments if argument.is_out]:
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+    return _torch.wrap(call.op, call.args, call.kwargs, result, found.spec)
 
 
 _torch.seams.answer = answer
