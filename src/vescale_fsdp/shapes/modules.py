@@ -28,17 +28,18 @@ def from_factory(source: str) -> ModelShapes:
     import torch
 
     module_name, _, attribute = source.partition(":")
-    sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
     try:
         factory = attrgetter(attribute)(importlib.import_module(module_name))
         if isinstance(factory, torch.nn.Module):
             return from_module(factory, model=attribute, source=source)
         with torch.device("meta"):
             module = factory()
-    except Exception as error:  # whatever the user's own code raises
+    except (Exception, SystemExit) as error:  # whatever the user's own code raises
         raise ShapeError(f"{source}: {type(error).__name__}: {error}") from error
     finally:
-        sys.path.remove(os.getcwd())
+        sys.path.remove(folder)
     if not isinstance(module, torch.nn.Module):
         raise ShapeError(f"{source}: the factory returned {type(module).__name__}, expected a torch.nn.Module")
     return from_module(module, model=attribute, source=source)

@@ -93,10 +93,12 @@ def _read_header(path: Path) -> dict[str, ParamSpec]:
 
 
 def _header_entry(where: str, fqn: str, entry: object, room: int) -> ParamSpec:
+    if not fqn:
+        raise ShapeError(f"{where}expected the tensor's name, got ''")
     missing = [key for key in ("dtype", "shape", "data_offsets") if not isinstance(entry, dict) or key not in entry]
     if missing or not isinstance(entry, dict):
         raise ShapeError(f"{where}: no {' or '.join(missing)}, got {brief(entry)}")
-    if entry["dtype"] not in _DTYPES:
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
         raise ShapeError(f"{where}: dtype: unknown {brief(entry['dtype'])}, expected one of {sorted(_DTYPES)}")
     dtype = _DTYPES[entry["dtype"]]
     shape = shape_of(where, entry["shape"])
