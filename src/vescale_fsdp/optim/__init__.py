@@ -1,0 +1,27 @@
+"""Optimizers that need whole matrices, on parameters that are sharded in any way.
+
+Reading order; a file imports only what stands before it:
+
+    matrices orthogonalize owners holdings route passage terms lend adamw optimizer muon preconditioner shampoo
+"""
+
+from .lend import Lender, Replicas, Run, lend
+from .matrices import Matrix, matrices_of
+from .muon import Muon
+from .optimizer import Borrowed, MatrixOptimizer, matrix_groups
+from .owners import Ownership, select_owners
+
+__all__ = [
+    "Borrowed",
+    "Lender",
+    "Matrix",
+    "MatrixOptimizer",
+    "Muon",
+    "Ownership",
+    "Replicas",
+    "Run",
+    "lend",
+    "matrices_of",
+    "matrix_groups",
+    "select_owners",
+]

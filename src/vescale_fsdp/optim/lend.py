@@ -137,6 +137,17 @@ class Lender:
     def num_buckets(self) -> int:
         return len(self.route.buckets)
 
+    def explain(self) -> str:
+        """Where matrices are computed and what travels, in one line."""
+        loans, loads = self.terms.loans, self.terms.loads
+        stay = sum(loan.keys == (loan.owner,) for loan in loans)
+        mean = sum(loads) / len(loads)
+        balance = f"largest load {max(loads) / mean:.3f} x mean" if mean else "no load"
+        return (
+            f"{len(loans)} matrices of {len(self.names)} tensors over {len(loads)} ranks: {stay} lie whole at their "
+            f"owner; {self.num_buckets} buckets of {self.route.bucket_numel} elements ({self.dtype}); {balance}"
+        )
+
     @torch.no_grad()
     def __call__(
         self, read: Read, compute: Compute, write: Write, *, absent: frozenset[int] = frozenset()

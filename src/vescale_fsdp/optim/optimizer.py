@@ -1,0 +1,260 @@
+"""The loop that matrix optimizers share: it only moves tensors; a subclass says what is read, computed and written.
+
+    class Sketch(MatrixOptimizer):
+        algorithm = "sketch"
+        def prepare(self, borrowed, present): ...          # element-wise, on local shards (momentum)
+        def read(self, borrowed, runs): ...                # this rank's runs of what travels
+        def compute(self, borrowed, matrices, values): ... # whole matrices that this rank owns
+        def write(self, borrowed, runs, results): ...      # this rank's runs of the results
+
+A parameter group with `"algorithm": "adamw"` is stepped by AdamW in the same object. Everything that differs between
+ranks (which shard, empty or not) ends in `lend`; what is decided here follows from global shapes and names.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from vescale_fsdp.errors import VescaleError
+
+from .adamw import ADAMW_DEFAULTS, adamw_step
+from .lend import BUCKET_NBYTES, Lender, Replicas, Run, flat_local
+from .matrices import Matrix, matrices_of
+
+__all__ = ["Borrowed", "MatrixOptimizer", "matrix_groups"]
+
+Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """Parameters on one mesh whose matrices are lent together; index `matrix.tensor` into each tuple."""
+
+    params: tuple[Tensor, ...]
+    groups: tuple[Group, ...]
+    names: tuple[str, ...]
+    lender: Lender
+
+    def local(self, index: int) -> Tensor:
+        """The flat local elements of a parameter."""
+        return flat_local(self.params[index], self.names[index])
+
+    def local_grad(self, index: int) -> Tensor:
+        """The flat local elements of its gradient, cut as the parameter is."""
+        param, grad = self.params[index], self.params[index].grad
+        assert grad is not None
+        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+            return grad.reshape(-1)
+        if grad.placements != param.placements:
+            for own, wanted in zip(grad.placements, param.placements, strict=True):
+                if own != wanted and not own.is_replicate():  # a replica is cut without a message
+                    raise VescaleError(
+                        f"{self.names[index]}: expected a gradient with the parameter's placements {param.placements}, "
+                        f"got {grad.placements}. Redistribute the gradient before the step."
+                    )
+            grad = grad.redistribute(placements=param.placements)
+        return grad.to_local().reshape(-1)
+
+    def by_group(self, runs: Sequence[Run]) -> Iterable[tuple[Group, list[int]]]:
+        """Positions in `runs`, for each parameter group."""
+        positions: dict[int, list[int]] = defaultdict(list)
+        for position, run in enumerate(runs):
+            positions[id(self.groups[run.matrix.tensor])].append(position)
+        for each in positions.values():
+            yield self.groups[runs[each[0]].matrix.tensor], each
+
+
+class MatrixOptimizer(Optimizer):
+    """Base of optimizers that need whole matrices.
+
+    split: rows of the fused matrices of a parameter, by its fqn; see `matrices_of`.
+    flatten: fqns of 3-d parameters that are convolutions (one matrix) and not stacks of matrices.
+    bucket_nbytes: whole matrices on their way to a rank at a time, see `lend`.
+    replicas: whether HSDP replicas repeat the work or share it.
+    """
+
+    algorithm: ClassVar[str]
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: Group,
+        *,
+        split: Mapping[str, Sequence[int]] | None = None,
+        flatten: Collection[str] = (),
+        bucket_nbytes: int = BUCKET_NBYTES,
+        replicas: Replicas = Replicas.REPEAT,
+    ) -> None:
+        self._split = {fqn: tuple(rows) for fqn, rows in (split or {}).items()}
+        self._flatten = frozenset(flatten)
+        self._bucket_nbytes = bucket_nbytes
+        self._replicas = Replicas(replicas)
+        self._borrowed: tuple[tuple[Any, ...], tuple[Borrowed, ...]] | None = None
+        super().__init__(params, {**defaults, "algorithm": self.algorithm})
+        named = {name for group in self.param_groups for name in group.get("param_names", ())}
+        for fqn in (*self._split, *self._flatten):
+            if fqn not in named:
+                raise VescaleError(
+                    f"{fqn}: split or flatten names no parameter. Construct {type(self).__name__} from "
+                    "named_parameters() (or groups of named parameters), with this name among them."
+                )
+
+    def add_param_group(self, param_group: Group) -> None:
+        algorithm = param_group.setdefault("algorithm", self.algorithm)
+        if algorithm not in (self.algorithm, "adamw"):
+            raise VescaleError(f'"algorithm": expected "{self.algorithm}" or "adamw", got {algorithm!r}.')
+        if algorithm == "adamw":
+            for key, value in ADAMW_DEFAULTS.items():
+                param_group.setdefault(key, value)
+        super().add_param_group(param_group)
+        if algorithm == self.algorithm:
+            group = self.param_groups[-1]
+            for name, param in zip(_names(self.param_groups, group), group["params"], strict=True):
+                self._matrices(name, param, 0)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient. All ranks call it together."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for borrowed in self.borrowed():
+            present = [
+                index for index, param in enumerate(borrowed.params) if self._has_gradient(borrowed, param, index)
+            ]
+            self.prepare(borrowed, present)
+            borrowed.lender(
+                partial(self.read, borrowed),
+                partial(self.compute, borrowed),
+                partial(self.write, borrowed),
+                absent=frozenset(range(len(borrowed.params))).difference(present),
+            )
+        for group in self.param_groups:
+            if group["algorithm"] == "adamw":
+                adamw_step(group["params"], self.state, group)
+        return loss
+
+    def borrowed(self) -> tuple[Borrowed, ...]:
+        """The parameters whose matrices are lent, by mesh; prepared once, and again when parameters change."""
+        entries = [
+            (param, group, name)
+            for group in self.param_groups
+            if group["algorithm"] == self.algorithm
+            for name, param in zip(_names(self.param_groups, group), group["params"], strict=True)
+        ]
+        key = tuple((id(param), id(group), _layout(param)) for param, group, _ in entries)
+        if self._borrowed is None or self._borrowed[0] != key:
+            meshes: dict[Any, list[tuple[Tensor, Group, str]]] = defaultdict(list)
+            for entry in entries:
+                meshes[_mesh(entry[0]), self.travel_dtype(entry[0], entry[1])].append(entry)
+            self._borrowed = key, tuple(self._borrow(each, dtype) for (_, dtype), each in meshes.items())
+        return self._borrowed[1]
+
+    def explain(self) -> str:
+        """Which matrices travel, how many buckets a step has, and how even the owners' loads are."""
+        return "\n".join(borrowed.lender.explain() for borrowed in self.borrowed())
+
+    def travel_dtype(self, param: Tensor, group: Group) -> torch.dtype:
+        """In which dtype the matrices of a parameter travel and are computed."""
+        return param.dtype
+
+    def cost(self, matrix: Matrix) -> int | None:
+        """What a matrix costs its owner; None for the operations of Newton-Schulz."""
+        return None
+
+    def matrices_of(self, name: str, param: Tensor, index: int) -> tuple[Matrix, ...]:
+        """The matrices of parameter number `index`, as runs of whole rows."""
+        return self._matrices(name, param, index)
+
+    def reorder(self, matrices: Sequence[Matrix], owners: Sequence[int]) -> Sequence[int]:
+        """A last word on the owners."""
+        return owners
+
+    def prepare(self, borrowed: Borrowed, present: Sequence[int]) -> None:
+        """Element-wise work on local shards, for the parameters (by index) that have a gradient."""
+
+    @abstractmethod
+    def read(self, borrowed: Borrowed, runs: Sequence[Run]) -> Sequence[Tensor]:
+        """What travels: the 1-d values of this rank's runs."""
+
+    @abstractmethod
+    def compute(self, borrowed: Borrowed, matrices: Sequence[Matrix], values: list[Tensor]) -> Sequence[Tensor]:
+        """The results for whole matrices that this rank owns; `values` are not to be changed."""
+
+    @abstractmethod
+    def write(self, borrowed: Borrowed, runs: Sequence[Run], results: Sequence[Tensor]) -> None:
+        """Apply the results for this rank's runs."""
+
+    def _matrices(self, name: str, param: Tensor, index: int) -> tuple[Matrix, ...]:
+        split = self._split.get(name)
+        return matrices_of(param.shape, tensor=index, split=split, flatten=name in self._flatten, fqn=name)
+
+    def _borrow(self, entries: Sequence[tuple[Tensor, Group, str]], dtype: torch.dtype) -> Borrowed:
+        params, groups, names = zip(*entries, strict=True)
+        each = (self.matrices_of(name, param, index) for index, (param, _, name) in enumerate(entries))
+        matrices = tuple(itertools.chain.from_iterable(each))
+        has_cost = bool(matrices) and self.cost(matrices[0]) is not None
+        lender = Lender(
+            params,
+            matrices,
+            cost=(lambda matrix: self.cost(matrix) or 0) if has_cost else None,
+            reorder=self.reorder,
+            bucket_nbytes=self._bucket_nbytes,
+            dtype=dtype,
+            replicas=self._replicas,
+            names=names,
+        )
+        return Borrowed(params, groups, names, lender)
+
+    def _has_gradient(self, borrowed: Borrowed, param: Tensor, index: int) -> bool:
+        if param.grad is None:
+            return False
+        if param.is_complex() or param.grad.is_sparse:
+            kind = "complex" if param.is_complex() else "sparse"
+            raise VescaleError(f"{borrowed.names[index]}: {type(self).__name__} does not support {kind} gradients.")
+        return True
+
+
+def matrix_groups(
+    module: nn.Module, *, adamw: Callable[[str, Tensor], bool] | None = None, **adamw_options: Any
+) -> list[Group]:
+    """Two groups of named parameters: the hidden matrices, and everything else for AdamW with `adamw_options`.
+
+    Everything else: fewer than two dims, the weights of `nn.Embedding` (and what is tied to them), and the parameters
+    for which `adamw(fqn, param)` is true (an output head, say).
+    """
+    embeddings = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    hidden: list[tuple[str, Tensor]] = []
+    others: list[tuple[str, Tensor]] = []
+    for fqn, param in module.named_parameters():
+        is_other = param.ndim < 2 or id(param) in embeddings or (adamw is not None and adamw(fqn, param))
+        (others if is_other else hidden).append((fqn, param))
+    groups: list[Group] = [{"params": hidden}, {"params": others, "algorithm": "adamw", **adamw_options}]
+    return [group for group in groups if group["params"]]
+
+
+def _names(groups: Sequence[Group], group: Group) -> Sequence[str]:
+    number = next(i for i, each in enumerate(groups) if each is group)
+    names: Sequence[str] | None = group.get("param_names")
+    return names or [f"param_groups[{number}].params[{i}]" for i in range(len(group["params"]))]
+
+
+def _mesh(param: Tensor) -> DeviceMesh | None:
+    return param.device_mesh if isinstance(param, DTensor) else None
+
+
+def _layout(param: Tensor) -> Any:
+    return param.placements if isinstance(param, DTensor) else None

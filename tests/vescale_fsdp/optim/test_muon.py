@@ -1,0 +1,368 @@
+"""Muon on sharded parameters takes torch.optim.Muon's steps on the whole ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import vescale_fsdp.optim.muon as muon_module
+from ragged_dtensor import RaggedShard, StridedRaggedShard
+from vescale_fsdp.optim import Muon, Replicas, matrix_groups
+from vescale_fsdp.optim.holdings import piece_at
+
+Shape = tuple[int, ...]
+STEPS = 10
+
+
+def fulls(shapes: Sequence[Shape], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def shard(full: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    piece = piece_at(tuple(full.shape), placements, tuple(mesh.shape), tuple(coordinate))
+    local = full
+    for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
+        local = local.narrow(dim, offset, size)
+    if piece.num_flat is not None:
+        local = local.flatten(0, piece.num_flat - 1)[piece.begin : piece.end]
+    return DTensor.from_local(
+        local.clone().contiguous(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+    )
+
+
+def ours(optimizer: Muon, params: Sequence[Tensor], layouts: Sequence[Any], steps: int = STEPS) -> None:
+    for step in range(steps):
+        for param, layout, grad in zip(params, layouts, fulls([p.shape for p in params], step), strict=True):
+            param.grad = shard(grad, *layout)
+        optimizer.step()
+
+
+@contextmanager
+def iterating_in(dtype: torch.dtype) -> Iterator[None]:
+    """torch.optim.Muon casts to bfloat16 by name; the reference for another dtype casts there instead."""
+    with patch.object(Tensor, "bfloat16", lambda self: self.to(dtype, copy=True)):
+        yield
+
+
+def reference(weights: Sequence[Tensor], dtype: torch.dtype, steps: int = STEPS, **options: Any) -> list[Tensor]:
+    """torch.optim.Muon on the full tensors in one process."""
+    params = [nn.Parameter(weight.clone()) for weight in weights]
+    optimizer = torch.optim.Muon(params, **options)
+    with iterating_in(dtype):
+        for step in range(steps):
+            for param, grad in zip(params, fulls([p.shape for p in params], step), strict=True):
+                param.grad = grad
+            optimizer.step()
+    return [param.detach() for param in params]
+
+
+def check(params: Sequence[Tensor], expected: Sequence[Tensor], layouts: Sequence[Any], rtol: float) -> None:
+    for param, full, layout in zip(params, expected, layouts, strict=True):
+        local = param.to_local()  # type: ignore[attr-defined]
+        torch.testing.assert_close(
+            local, shard(full, *layout).to_local(), rtol=rtol, atol=rtol * float(full.abs().max())
+        )
+
+
+def even_and_ragged(n: int) -> list[tuple[Shape, list[Any]]]:
+    units = [(7, 3, 0, 5)[rank] for rank in range(n)]
+    return [
+        ((16, 12), [Shard(0)]),
+        ((sum(units), 12), [RaggedShard((0,), units)]),
+        ((4 * sum(units), 9), [RaggedShard((0, 1), units)]),
+        ((12, 16), [RaggedShard((0, 1), [int(r == n - 1) for r in range(n)])]),
+        ((16, 12), [Shard(1)]),
+        ((1, 9), [Shard(0)]),
+        ((9, 1), [Shard(0)]),
+    ]
+
+
+LAYOUTS_2D: list[tuple[Shape, list[Any]]] = [
+    ((16, 12), [Replicate(), RaggedShard((0, 1), (1, 2))]),
+    ((16, 12), [Replicate(), Shard(0)]),
+    ((16, 12), [RaggedShard((0,), (3, 5)), Shard(1)]),
+    ((16, 12), [StridedRaggedShard((0,), (1, 3), 2), Shard(0)]),
+    ((16, 12), [RaggedShard((0,), (3, 5)), Replicate()]),
+]
+EXACT_AND_TORCHS = [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)]
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(("dtype", "rtol"), EXACT_AND_TORCHS)
+def test_ten_steps_equal_torch_muon_on_the_full_gradients(dtype: torch.dtype, rtol: float) -> None:
+    n = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (n,))
+    shapes, placements = zip(*even_and_ragged(n), strict=True)
+    layouts = [(mesh, placement) for placement in placements]
+    weights = fulls(shapes, 99)
+    params = [nn.Parameter(shard(w, *layout)) for w, layout in zip(weights, layouts, strict=True)]
+    ours(Muon(params, lr=0.02, iteration_dtype=dtype, bucket_nbytes=1000), params, layouts)
+    check(params, reference(weights, dtype, lr=0.02), layouts, rtol)
+
+
+@ranks(4)
+@pytest.mark.parametrize("replicas", list(Replicas))
+@pytest.mark.parametrize(("dtype", "rtol"), EXACT_AND_TORCHS)
+def test_ten_steps_equal_torch_muon_under_hsdp_and_tensor_parallelism(
+    dtype: torch.dtype, rtol: float, replicas: Replicas
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    shapes, placements = zip(*LAYOUTS_2D, strict=True)
+    layouts = [(mesh, placement) for placement in placements]
+    weights = fulls(shapes, 99)
+    params = [nn.Parameter(shard(w, *layout)) for w, layout in zip(weights, layouts, strict=True)]
+    options = {"lr": 0.02, "momentum": 0.9, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
+    ours(Muon(params, iteration_dtype=dtype, replicas=replicas, **options), params, layouts)
+    check(params, reference(weights, dtype, **options), layouts, rtol)
+
+
+@ranks(1, 2, 4)
+def test_every_matrix_is_orthogonalized_once_per_step_over_all_ranks() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layouts = [(mesh, [Shard(0)])] * 7
+    params = [nn.Parameter(shard(w, *layout)) for w, layout in zip(fulls([(8, 6)] * 7, 9), layouts, strict=True)]
+    counted = 0
+    original = muon_module.orthogonalize_each
+
+    def count(matrices: Sequence[Tensor], *args: Any) -> list[Tensor]:
+        nonlocal counted
+        counted += len(matrices)
+        return original(matrices, *args)
+
+    with patch.object(muon_module, "orthogonalize_each", count):
+        ours(Muon(params), params, layouts, steps=3)
+    total = torch.tensor(counted)
+    dist.all_reduce(total)
+    assert total == 7 * 3
+
+
+def collectives(optimizer: torch.optim.Optimizer) -> int:
+    calls = 0
+    original = dist.all_to_all_single
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    with patch.object(dist, "all_to_all_single", count), CommDebugMode() as debug:
+        optimizer.step()
+    functional = sum(n for op, n in debug.get_comm_counts().items() if "alltoall" not in str(op))
+    return calls + functional
+
+
+@ranks(4)
+def test_two_collectives_a_step_where_torch_muon_takes_eleven_per_matrix() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    for num_matrices, ns_steps in [(2, 5), (6, 5), (6, 9)]:
+        weights = fulls([(16, 12)] * num_matrices, 9)
+        pairs = [[nn.Parameter(distribute_tensor(w, mesh, [Shard(0)])) for w in weights] for _ in range(2)]
+        for params in pairs:
+            for param in params:
+                param.grad = torch.ones_like(param)
+        assert collectives(Muon(pairs[0], ns_steps=ns_steps)) == 2
+        assert collectives(torch.optim.Muon(pairs[1], ns_steps=ns_steps)) == num_matrices * (2 * ns_steps + 1)
+
+
+@ranks(1, 3)
+def test_stacks_convolutions_and_fused_rows_are_orthogonalized_matrix_by_matrix() -> None:
+    n = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (n,))
+    shapes: list[Shape] = [(16, 6), (3, 4, 6), (8, 3, 3, 3), (8, 3, 5), (2, 8, 6)]
+    names = ["qkv", "experts", "conv", "conv1d", "gate_up"]
+    units = [(7, 3, 14)[rank] for rank in range(n)]
+    layouts = [(mesh, [RaggedShard(tuple(range(len(shape))), units)]) for shape in shapes]
+    weights = fulls(shapes, 9)
+    params = [nn.Parameter(shard(w, *layout)) for w, layout in zip(weights, layouts, strict=True)]
+    optimizer = Muon(
+        list(zip(names, params, strict=True)),
+        split={"qkv": (8, 4, 4), "gate_up": (4, 4)},
+        flatten=["conv1d"],
+        iteration_dtype=torch.float32,
+    )
+    ours(optimizer, params, layouts, steps=1)
+    (grad,) = [fulls(shapes, 0)]
+    expected = [
+        torch.cat([step(w, g) for w, g in zip(weights[0].split([8, 4, 4]), grad[0].split([8, 4, 4]), strict=True)]),
+        torch.stack([step(w, g) for w, g in zip(weights[1], grad[1], strict=True)]),
+        step(weights[2].flatten(1), grad[2].flatten(1)).view(8, 3, 3, 3),
+        step(weights[3].flatten(1), grad[3].flatten(1)).view(8, 3, 5),
+        torch.stack(
+            [
+                torch.cat([step(w, g) for w, g in zip(ws.split(4), gs.split(4), strict=True)])
+                for ws, gs in zip(weights[4], grad[4], strict=True)
+            ]
+        ),
+    ]
+    check(params, expected, layouts, 1e-6)
+
+
+def step(weight: Tensor, grad: Tensor) -> Tensor:
+    param = nn.Parameter(weight.clone())
+    param.grad = grad.clone()
+    with iterating_in(torch.float32):
+        torch.optim.Muon([param]).step()
+    return param.detach()
+
+
+@ranks(2)
+def test_the_adamw_partner_takes_torch_adamws_steps() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    (weight, bias, embedding) = fulls([(8, 6), (9,), (10, 4)], 5)
+    layout = (mesh, [RaggedShard((0,), (1, 2))])
+    params = [nn.Parameter(shard(weight, mesh, [Shard(0)])), nn.Parameter(shard(bias, *layout))]
+    embedding_param = nn.Parameter(embedding.clone())
+    optimizer = Muon(
+        [{"params": params[:1]}, {"params": [params[1], embedding_param], "algorithm": "adamw", "lr": 0.3, "eps": 1e-5}]
+    )
+    alone = [nn.Parameter(bias.clone()), nn.Parameter(embedding.clone())]
+    adamw = torch.optim.AdamW(alone, lr=0.3, eps=1e-5)
+    for i in range(3):
+        (grad_w, grad_b, grad_e) = fulls([(8, 6), (9,), (10, 4)], i)
+        params[0].grad = shard(grad_w, mesh, [Shard(0)])
+        params[1].grad, alone[0].grad = shard(grad_b, *layout), grad_b
+        embedding_param.grad, alone[1].grad = grad_e.clone(), grad_e
+        optimizer.step()
+        adamw.step()
+    torch.testing.assert_close(params[1].to_local(), shard(alone[0].detach(), *layout).to_local())  # type: ignore[attr-defined]
+    torch.testing.assert_close(embedding_param, alone[1])
+
+
+@ranks(2)
+def test_state_has_the_parameters_placements_and_survives_a_state_dict() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    layouts = [(mesh, [RaggedShard((0, 1), (1, 3))]), (mesh, [RaggedShard((0,), (3, 1))])]
+    weights = fulls([(8, 6), (12, 5)], 5)
+    params = [nn.Parameter(shard(w, *layout)) for w, layout in zip(weights, layouts, strict=True)]
+    optimizer = Muon(params)
+    ours(optimizer, params, layouts, steps=3)
+    for param in params:
+        momentum = optimizer.state[param]["momentum_buffer"]
+        assert momentum.placements == param.placements  # type: ignore[attr-defined]
+        assert momentum.shape == param.shape
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    twin = Muon(twins)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    ours(optimizer, params, layouts, steps=2)
+    ours(twin, twins, layouts, steps=2)
+    for param, other in zip(params, twins, strict=True):
+        assert torch.equal(param.to_local(), other.to_local())  # type: ignore[attr-defined]
+
+
+@ranks(1, 2)
+def test_parameters_without_a_gradient_are_left_alone_and_get_no_state() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layout = (mesh, [Shard(0)])
+    params = [nn.Parameter(shard(w, *layout)) for w in fulls([(8, 6)] * 3, 5)]
+    params[1].requires_grad_(False)
+    before = [param.to_local().clone() for param in params]  # type: ignore[attr-defined]
+    optimizer = Muon(params)
+    params[0].grad = shard(torch.ones(8, 6), *layout)
+    optimizer.step()
+    assert not torch.equal(params[0].to_local(), before[0])  # type: ignore[attr-defined]
+    for index in (1, 2):
+        assert torch.equal(params[index].to_local(), before[index])  # type: ignore[attr-defined]
+        assert not optimizer.state[params[index]]
+
+
+@ranks(2)
+def test_a_gradient_missing_on_one_rank_raises_on_all_and_moves_no_parameter() -> None:
+    layout = (init_device_mesh("cpu", (2,)), [Shard(0)])
+    params = [nn.Parameter(shard(w, *layout)) for w in fulls([(8, 6)] * 2, 5)]
+    before = [param.to_local().clone() for param in params]  # type: ignore[attr-defined]
+    params[0].grad = shard(torch.ones(8, 6), *layout)
+    if dist.get_rank() == 0:
+        params[1].grad = shard(torch.ones(8, 6), *layout)
+    with pytest.raises(ValueError, match=r"w1: some ranks have a gradient .* others have none"):
+        Muon([("w0", params[0]), ("w1", params[1])]).step()
+    for param, old in zip(params, before, strict=True):
+        assert torch.equal(param.to_local(), old)  # type: ignore[attr-defined]
+
+
+@ranks(4)
+def test_empty_shards_and_parameters_without_elements() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    layouts = [(mesh, [Shard(0)]), (mesh, [RaggedShard((0,), (1, 0, 0, 0))]), (mesh, [Shard(0)])]
+    weights = fulls([(1, 8), (3, 3), (0, 5)], 5)
+    params = [nn.Parameter(shard(w, *layout)) for w, layout in zip(weights, layouts, strict=True)]
+    ours(Muon(params, iteration_dtype=torch.float32), params, layouts, steps=2)
+    check(params[:2], reference(weights[:2], torch.float32, steps=2), layouts[:2], 1e-6)
+
+
+@ranks(2)
+def test_accumulated_gradients_advance_momentum_once() -> None:
+    layout = (init_device_mesh("cpu", (2,)), [Shard(0)])
+    param = nn.Parameter(shard(torch.zeros(4, 4), *layout))
+    optimizer = Muon([param], momentum=0.75)
+    for _ in range(3):
+        (param * 2).sum().backward()
+    optimizer.step()
+    assert torch.equal(optimizer.state[param]["momentum_buffer"].full_tensor(), torch.full((4, 4), 0.25 * 6))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.hidden = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_matrix_groups_give_adamw_embeddings_what_is_tied_to_them_and_vectors() -> None:
+    matrices, others = matrix_groups(Small(), lr=0.5)
+    assert [fqn for fqn, _ in matrices["params"]] == ["hidden.weight"]
+    assert [fqn for fqn, _ in others["params"]] == ["embed.weight", "hidden.bias"]
+    assert (others["algorithm"], others["lr"]) == ("adamw", 0.5)
+
+
+def test_a_group_of_adamw_has_adamws_defaults_not_muons() -> None:
+    optimizer = Muon(matrix_groups(Small()), lr=0.02, weight_decay=0.5)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.02, 0.5), (1e-3, 1e-2)]
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("w: split or flatten names no parameter", {"split": {"w": (1, 1)}}),
+        ("lr: expected lr >= 0, got -1", {"lr": -1}),
+        ("ns_coefficients", {"ns_coefficients": (1.0,)}),
+        ("adjust_lr_fn", {"adjust_lr_fn": "best"}),
+        ("momentum: expected momentum >= 0", {"momentum": -0.1}),
+    ],
+)
+def test_wrong_options_are_refused_by_name(message: str, options: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon([nn.Parameter(torch.zeros(2, 2))], **options)
+
+
+def test_vectors_belong_to_adamw_and_unknown_algorithms_nowhere() -> None:
+    with pytest.raises(ValueError, match=r"b: expected at least 2 dimensions.*adamw"):
+        Muon([("b", nn.Parameter(torch.zeros(2)))])
+    with pytest.raises(ValueError, match='expected "muon" or "adamw", got \'sgd\''):
+        Muon([{"params": [nn.Parameter(torch.zeros(2, 2))], "algorithm": "sgd"}])
+
+
+@ranks(2)
+def test_a_gradient_cut_otherwise_than_its_parameter_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(shard(torch.zeros(4, 4), mesh, [RaggedShard((0,), (1, 3))]))
+    optimizer = Muon([("w", param)])
+    param.grad = shard(torch.zeros(4, 4), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="w: expected a gradient with the parameter's placements"):
+        optimizer.step()
