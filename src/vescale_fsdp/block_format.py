@@ -91,7 +91,7 @@ def encode(format: BlockFormat, piece: torch.Tensor, shape: tuple[int, ...]) -> 
 def decode(
     format: BlockFormat, encoded: Encoded, shape: tuple[int, ...], numel: int, *, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The flat piece of `numel` elements that `encoded` stands for: exact products in float32, rounded once to `dtype`."""
+    """The flat piece of `numel` elements that `encoded` stands for: float32 products, rounded once to `dtype`."""
     tiling = Tiling(format.block_shape, shape)
     codes = tiling.split(unpack(encoded.payload, format.bits, numel))
     return tiling.join(format.decode(codes, encoded.scales), numel).to(dtype)

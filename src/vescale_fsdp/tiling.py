@@ -136,5 +136,4 @@ def _matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
             return 1, 1, width
         case (stack, height, width):
             return stack, height, width
-        case (height, *rest):
-            return 1, height, math.prod(rest)
+    return 1, shape[0], math.prod(shape[1:])

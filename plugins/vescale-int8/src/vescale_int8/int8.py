@@ -1,0 +1,36 @@
+"""Signed 8-bit integers, scaled so that the largest magnitude of a block is 127.
+
+    scale = max |block| / 127      float32
+    code = round(block / scale)    to nearest, ties to even; two's complement
+
+A block of zeros has scale 0 and codes 0; a block that holds inf or nan has the scale nan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Int8"]
+
+_LARGEST = 127
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Equal steps over [-max, max]: for values of similar size, such as gradients and momenta."""
+
+    name: str
+    block_shape: tuple[int, ...]
+    bits: int = 8
+    scale_dtype: torch.dtype = torch.float32
+
+    def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = blocks.abs().amax(dim=1, keepdim=True) / _LARGEST
+        steps = torch.where(scales.isfinite() & (scales > 0), blocks / scales, 0.0)
+        codes = steps.round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
+        return codes.view(torch.uint8), torch.where(scales.isfinite(), scales, torch.nan).squeeze(1)
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return codes.view(torch.int8).float() * scales.unsqueeze(1)
