@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vescale_fsdp.demo.model import GPT
 from vescale_fsdp.demo.settings import Dtype, EngineName, Settings
+from vescale_fsdp.fully_shard import fully_shard
+from vescale_fsdp.report import report
 
 __all__ = ["ENGINES", "Engine", "Group"]
 
@@ -62,7 +64,26 @@ class DDP(Single):
     """torch's DistributedDataParallel: every rank holds everything, gradients are all-reduced in buckets."""
 
     def wrap(self, model: GPT, settings: Settings) -> nn.Module:
-        return DistributedDataParallel(model)
+        return DistributedDataParallel(model, broadcast_buffers=False)  # they are constants
+
+
+class Vescale:
+    """`vescale_fsdp.fully_shard`: ragged shards, planned group by group."""
+
+    casts = True
+
+    def wrap(self, model: GPT, settings: Settings) -> nn.Module:
+        mesh, policy = _mesh(), _policy(settings)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model
+
+    def groups(self, model: nn.Module) -> tuple[Group, ...]:
+        return tuple(
+            Group(part.name or "root", len(part.plan.tensors), part.plan.numel, part.plan.padding, part.shard_nbytes)
+            for part in report(model).groups
+        )
 
 
 class FSDP2:
@@ -86,6 +107,7 @@ class FSDP2:
 
 
 ENGINES: dict[EngineName, Engine] = {
+    EngineName.VESCALE: Vescale(),
     EngineName.FSDP2: FSDP2(),
     EngineName.DDP: DDP(),
     EngineName.SINGLE: Single(),

@@ -11,17 +11,17 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from vescale_fsdp.demo.data import Corpus
-from vescale_fsdp.demo.engines import ENGINES, Engine, Group
+from vescale_fsdp.demo.engines import ENGINES, Group
 from vescale_fsdp.demo.meter import StepMeter
 from vescale_fsdp.demo.model import GPT, generate, make_model
 from vescale_fsdp.demo.settings import Dtype, Settings
 
-__all__ = ["Outcome", "Watcher", "train"]
+__all__ = ["Outcome", "Trainer", "Watcher", "train"]
 
 MAX_GRAD_NORM = 1.0
 NUM_HELD_OUT_WINDOWS = 256
@@ -55,68 +55,58 @@ class Watcher(Protocol):
     def stepped(self, outcome: Outcome) -> None: ...
 
 
-class Unwatched:
-    def stepped(self, outcome: Outcome) -> None:
-        pass
-
-
 def train(settings: Settings, corpus: Corpus, watcher: Watcher | None = None) -> Outcome:
     """Train as `settings` say; needs the default process group (of `settings.ranks` ranks) unless ranks is 1."""
-    engine = ENGINES[settings.engine]
-    model = make_model(settings)
-    num_parameters = sum(param.numel() for param in model.parameters())
-    wrapped = engine.wrap(model, settings)
-    outcome = Outcome(groups=engine.groups(model), num_parameters=num_parameters)
-    trainer = _Trainer(settings, engine, corpus, wrapped)
-    for _ in trainer.run(outcome):
-        (watcher or Unwatched()).stepped(outcome)
-    outcome.val_bits_per_byte = trainer.validate()
-    whole = _gathered(model, settings)
-    if trainer.rank == 0:
-        outcome.sample = generate(whole, PROMPT, NUM_SAMPLED, seed=settings.seed)
-    return outcome
+    trainer = Trainer(settings, corpus)
+    for _ in trainer.steps():
+        if watcher is not None:
+            watcher.stepped(trainer.outcome)
+    trainer.conclude()
+    return trainer.outcome
 
 
-@torch.no_grad()
-def _gathered(model: GPT, settings: Settings) -> GPT:
-    """An unsharded copy, made by every rank together: sampling byte by byte needs no collective then."""
-    whole = make_model(settings)
-    values = {
-        fqn: param.full_tensor() if isinstance(param, DTensor) else param for fqn, param in model.named_parameters()
-    }
-    for fqn, param in whole.named_parameters():
-        param.copy_(values[fqn])
-    return whole
+class Trainer:
+    """A wrapped model, its optimizer, and what came of them so far."""
 
-
-class _Trainer:
-    def __init__(self, settings: Settings, engine: Engine, corpus: Corpus, model: nn.Module) -> None:
-        self.settings, self.engine, self.corpus, self.model = settings, engine, corpus, model
+    def __init__(self, settings: Settings, corpus: Corpus) -> None:
+        self.settings, self.corpus = settings, corpus
         self.rank = dist.get_rank() if settings.ranks > 1 else 0
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), fused=True)
+        self.engine = ENGINES[settings.engine]
+        self.model = make_model(settings)
+        self.outcome = Outcome(num_parameters=sum(param.numel() for param in self.model.parameters()))
+        self.wrapped = self.engine.wrap(self.model, settings)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), fused=True)
 
-    def run(self, outcome: Outcome) -> Iterator[None]:
+    def steps(self) -> Iterator[None]:
         """Step by step. The third runs under the meter: before it optimizer state and DDP's buckets settle."""
         metered = min(2, self.settings.steps - 1)
         busy_s, num_timed = 0.0, 0
         for step in range(self.settings.steps):
             start_s = time.perf_counter()
-            loss = self._metered_step(step, outcome) if step == metered else self._step(step, nullcontext())
-            outcome.losses.append(self._mean(loss))
+            loss = self._metered_step(step) if step == metered else self._step(step, nullcontext())
+            self.outcome.losses.append(self._mean(loss))
             if step > metered or self.settings.steps <= 3:
                 busy_s += time.perf_counter() - start_s
                 num_timed += 1
-                outcome.tokens_per_s = num_timed * self.settings.tokens_per_step / busy_s
+                self.outcome.tokens_per_s = num_timed * self.settings.tokens_per_step / busy_s
             yield
 
-    def _metered_step(self, step: int, outcome: Outcome) -> Tensor:
+    def conclude(self) -> None:
+        """Validate, describe the plan, and write a sample."""
+        self.outcome.groups = self.engine.groups(self.model)
+        self.outcome.val_bits_per_byte = self._validate()
+        whole = self._gather()
+        if self.rank == 0:
+            self.outcome.sample = generate(whole, PROMPT, NUM_SAMPLED, seed=self.settings.seed)
+
+    def _metered_step(self, step: int) -> Tensor:
         meter = StepMeter(self.settings.ranks)
         loss = self._step(step, meter)
-        outcome.collectives, outcome.wire_bytes = dict(meter.collectives), meter.wire_bytes
+        self.outcome.collectives, self.outcome.wire_bytes = dict(meter.collectives), meter.wire_bytes
         peak = torch.tensor(meter.peak_bytes)
         if self.settings.ranks > 1:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        outcome.peak_bytes = int(peak)
+        self.outcome.peak_bytes = int(peak)
         return loss
 
     def _step(self, step: int, watched: AbstractContextManager[object]) -> Tensor:
@@ -138,7 +128,7 @@ class _Trainer:
         """Cross entropy of every byte after the first, in nats: (B, T)."""
         autocast = self.settings.dtype is Dtype.BF16 and not self.engine.casts
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            logits_BTV = self.model(batch[:, :-1])
+            logits_BTV = self.wrapped(batch[:, :-1])
         return F.cross_entropy(logits_BTV.float().transpose(1, 2), batch[:, 1:], reduction="none")
 
     def _mean(self, loss: Tensor) -> float:
@@ -149,7 +139,7 @@ class _Trainer:
         return float(total) / self.settings.ranks
 
     @torch.no_grad()
-    def validate(self) -> float:
+    def _validate(self) -> float:
         """Bits per byte on held-out windows. Every rank runs equally many, as its collectives need; repeats weigh 0."""
         s = self.settings
         windows = self.corpus.held_out_windows(NUM_HELD_OUT_WINDOWS, s.seq)
@@ -165,6 +155,20 @@ class _Trainer:
         if s.ranks > 1:
             dist.all_reduce(totals)
         return float(totals[0] / totals[1]) / math.log(2)
+
+    @torch.no_grad()
+    def _gather(self) -> GPT:
+        """An unsharded copy, made by every rank together: sampling byte by byte needs no collective then."""
+        whole = make_model(self.settings)
+        values = {fqn: full(param) for fqn, param in self.model.named_parameters()}
+        for fqn, param in whole.named_parameters():
+            param.copy_(values[fqn])
+        return whole
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor of a DTensor; a plain tensor is whole."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _lr_factor(step: int, steps: int) -> float:

@@ -1,6 +1,6 @@
-"""A byte-level GPT: learned positions, RMSNorm before each half of a block, no biases.
+"""A byte-level GPT: rotary positions, RMSNorm before each half of a block, no biases.
 
-Shape suffixes: B sequences, T bytes, D model dim, H heads, V = 256 byte values.
+Shape suffixes: B sequences, T bytes, D model dim, H heads, K dim of a head, V = 256 byte values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INIT_STD = 0.02
 class Block(nn.Module):
     """Attention, then a feed-forward of four times the width; each reads a normalised copy of the residual stream."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, seq: int) -> None:
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.RMSNorm(dim)
@@ -29,6 +29,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(dim)
         self.up = nn.Linear(dim, 4 * dim, bias=False)
         self.down = nn.Linear(4 * dim, dim, bias=False)
+        self.register_buffer("angles_TK", _angles(seq, dim // heads), persistent=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self._attend(self.attention_norm(x_BTD))
@@ -37,10 +38,25 @@ class Block(nn.Module):
 
     def _attend(self, x_BTD: Tensor) -> Tensor:
         batch, seq, dim = x_BTD.shape
-        q, k, v = self.qkv(x_BTD).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed_BHTd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        projected: Tensor = self.out(mixed_BHTd.transpose(1, 2).reshape(batch, seq, dim))
+        q_BHTK, k_BHTK, v_BHTK = self.qkv(x_BTD).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        angles_TK = self.get_buffer("angles_TK")[:seq]
+        q_BHTK, k_BHTK = _rotated(q_BHTK, angles_TK), _rotated(k_BHTK, angles_TK)
+        mixed_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
+        projected: Tensor = self.out(mixed_BHTK.transpose(1, 2).reshape(batch, seq, dim))
         return projected
+
+
+def _angles(seq: int, head_dim: int) -> Tensor:
+    """How far each pair of a head's numbers turns at each position: (T, K / 2)."""
+    frequencies = 10_000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
+    return torch.outer(torch.arange(seq), frequencies)
+
+
+def _rotated(x_BHTK: Tensor, angles_TK: Tensor) -> Tensor:
+    """Rotary positions: the first and second half of K are the two coordinates of a point that turns."""
+    a, b = x_BHTK.chunk(2, dim=-1)
+    cos, sin = angles_TK.cos(), angles_TK.sin()
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x_BHTK.dtype)
 
 
 class GPT(nn.Module):
@@ -50,15 +66,14 @@ class GPT(nn.Module):
         super().__init__()
         self.seq = seq
         self.embed = nn.Embedding(NUM_BYTES, dim)
-        self.positions = nn.Embedding(seq, dim)
-        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dim, heads, seq) for _ in range(layers))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, NUM_BYTES, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
     def forward(self, bytes_BT: Tensor) -> Tensor:
-        x_BTD = self.embed(bytes_BT) + self.positions(torch.arange(bytes_BT.shape[1]))
+        x_BTD = self.embed(bytes_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD)
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
