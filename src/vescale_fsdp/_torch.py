@@ -31,6 +31,10 @@ __all__ = [
     "attach_state",
     "dtensor",
     "dtensor_spec",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_lerp",
+    "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
     "in_backward",
@@ -137,7 +141,28 @@ def tensor_hooks(param: torch.Tensor) -> int:
     return len(getattr(param, "_backward_hooks", None) or ())
 
 
-def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+def foreach_add_(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], *, alpha: float) -> None:
+    """Add `alpha` times each other in one call (1.9); it promotes dtypes as `add_` does."""
+    torch._foreach_add_(tuple(tensors), tuple(others), alpha=alpha)
+
+
+def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy, and cast, each source in one call (2.1)."""
+    if targets:
+        torch._foreach_copy_(tuple(targets), tuple(sources))
+
+
+def foreach_lerp(starts: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> list[torch.Tensor]:
+    """Interpolate each pair in one call (2.0)."""
+    return list(torch._foreach_lerp(tuple(starts), tuple(ends), weight))
+
+
+def foreach_lerp_(starts: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
+    """Interpolate each pair in place in one call (2.0)."""
+    torch._foreach_lerp_(tuple(starts), tuple(ends), weight)
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) -> None:
     """Multiply all tensors in one call (1.9; the `_foreach` family has no public names)."""
     torch._foreach_mul_(tuple(tensors), factor)
 

@@ -2,7 +2,7 @@
 
 Reading order; a file imports only what stands before it:
 
-    matrices orthogonalize owners holdings route passage terms lend adamw optimizer muon preconditioner shampoo
+    matrices orthogonalize owners holdings route passage terms lend adamw optimizer muon
 """
 
 from .lend import Lender, Replicas, Run, lend

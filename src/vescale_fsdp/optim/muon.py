@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_fsdp._torch import foreach_add_, foreach_lerp, foreach_lerp_, foreach_mul_
 from vescale_fsdp.errors import VescaleError
 
 from .lend import BUCKET_NBYTES, Replicas, Run, flat_local
@@ -92,7 +93,7 @@ class Muon(MatrixOptimizer):
         for indices in by_group.values():
             grads = [borrowed.local_grad(index) for index in indices]
             buffers = [self._momentum(borrowed, index) for index in indices]
-            torch._foreach_lerp_(buffers, grads, 1 - borrowed.groups[indices[0]]["momentum"])
+            foreach_lerp_(buffers, grads, 1 - borrowed.groups[indices[0]]["momentum"])
 
     def read(self, borrowed: Borrowed, runs: Sequence[Run]) -> list[Tensor]:
         updates = [run.of(self._momentum(borrowed, run.matrix.tensor)) for run in runs]
@@ -100,7 +101,7 @@ class Muon(MatrixOptimizer):
             if not group["nesterov"]:
                 continue
             grads = [runs[i].of(borrowed.local_grad(runs[i].matrix.tensor)) for i in positions]
-            ahead = torch._foreach_lerp(grads, [updates[i] for i in positions], group["momentum"])
+            ahead = foreach_lerp(grads, [updates[i] for i in positions], group["momentum"])
             for position, update in zip(positions, ahead, strict=True):
                 updates[position] = update
         return updates
@@ -120,12 +121,12 @@ class Muon(MatrixOptimizer):
         for group, positions in borrowed.by_group(runs):
             lr = float(group["lr"])
             params = {i: runs[i].of(borrowed.local(runs[i].matrix.tensor)) for i in positions}
-            torch._foreach_mul_(list(params.values()), 1 - lr * group["weight_decay"])
+            foreach_mul_(list(params.values()), 1 - lr * group["weight_decay"])
             by_rate: dict[float, list[int]] = defaultdict(list)
             for i in positions:
                 by_rate[adjusted_lr(lr, group["adjust_lr_fn"], runs[i].matrix.shape)].append(i)
             for rate, same in by_rate.items():
-                torch._foreach_add_([params[i] for i in same], [results[i] for i in same], alpha=-rate)
+                foreach_add_([params[i] for i in same], [results[i] for i in same], alpha=-rate)
 
     def _momentum(self, borrowed: Borrowed, index: int) -> Tensor:
         name = f"{borrowed.names[index]}: momentum_buffer"

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vescale_fsdp._torch import foreach_copy_
 from vescale_fsdp.errors import VescaleError
 
 from .route import Coordinate, Loan, Message
@@ -79,8 +80,7 @@ class Hop:
             parts += [chunks[key] for key in keys]
         packed = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=device)
         places = list(torch.split(packed, [part.numel() for part in parts]))
-        if parts:
-            torch._foreach_copy_(places, parts)
+        foreach_copy_(places, parts)
         return packed
 
     def unpack(self, packed: Tensor) -> tuple[Chunks, list[Tensor]]:
