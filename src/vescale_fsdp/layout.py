@@ -55,10 +55,10 @@ class LanePlan:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Tensor i starts at element `starts[i]` of lane `lane_of[i]`, whose buffer is num_ranks equal shares in rank order.
+    """Tensor i starts at element `starts[i]` of lane `lane_of[i]`, a buffer of num_ranks equal shares in rank order.
 
-    Shares are multiples of `unit`, starts of `align`. `bound` is the least share per rank that any layout could have, in
-    one buffer or many.
+    Shares are multiples of `unit`, starts of `align`. `bound` is the least share per rank that any layout could have,
+    in one buffer or many.
 
         num_ranks=2, share=8, starts=(0, 12), numels=(10, 4):
           rank 0 |aaaaaaaa|  rank 1 |aa..bbbb|
@@ -117,7 +117,7 @@ class Layout:
         runs = ((0, first), (head, 1), (share, last - first - 1), (tail, 1), (0, self.num_ranks - 1 - last))
         return Units.from_runs(runs)
 
-    def check(self, names: Sequence[str], numels: Sequence[int], granularities: Sequence[int]) -> None:
+    def check(self, names: Sequence[object], numels: Sequence[int], granularities: Sequence[int]) -> None:
         """Raise PlanError unless every rule of the problem holds. Knows nothing of how the layout was found."""
         if not len(names) == len(numels) == len(granularities) == len(self.starts):
             raise PlanError(f"the layout places {len(self.starts)} tensors, the group has {len(names)}")
@@ -134,7 +134,7 @@ class Layout:
             self._check_tensor(names[i], lane_index, start, numels[i], granularities[i])
             previous_end, previous_name = start + numels[i], names[i]
 
-    def _check_tensor(self, name: str, lane_index: int, start: int, numel: int, granularity: int) -> None:
+    def _check_tensor(self, name: object, lane_index: int, start: int, numel: int, granularity: int) -> None:
         if not 0 <= lane_index < len(self.lanes):
             raise PlanError(f"{name}: lies in lane {lane_index}, but there are {len(self.lanes)}")
         share = self.lanes[lane_index].share

@@ -282,10 +282,9 @@ def _diff(mine: GroupPlan, theirs: GroupPlan) -> Iterator[str]:
 
 def _explain(group: GroupPlan) -> str:
     state = "proved optimal" if group.proved else f"{_gap_pct(group):.4f} % above the lower bound, not proved optimal"
-    lines = [
-        f"{group.name or 'group'}: {len(group.specs)} parameters, {group.numel:,} x {group.dtype} over {group.num_ranks} ranks, "
-        f"padding {group.padding_pct:.4f} % (no layout below {group.bound_pct:.4f} %), {state}"
-    ]
+    size = f"{len(group.specs)} parameters, {group.numel:,} x {group.dtype} over {group.num_ranks} ranks"
+    padding = f"padding {group.padding_pct:.4f} % (no layout below {group.bound_pct:.4f} %)"
+    lines = [f"{group.name or 'group'}: {size}, {padding}, {state}"]
     for index, lane in enumerate(group.lanes):
         members = [tensor for tensor in group.tensors if tensor.lane == index and tensor.spec.numel]
         end = max((tensor.start + tensor.spec.numel for tensor in members), default=0)

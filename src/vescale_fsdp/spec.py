@@ -70,6 +70,11 @@ class ParamSpec:
         object.__setattr__(self, "numel", math.prod(self.shape))
 
     @property
+    def row(self) -> int:
+        """Elements between two cuts that leave whole rows, at which cuts are preferred."""
+        return max(math.prod(self.shape[1:]), 1)
+
+    @property
     def nbytes(self) -> int:
         return -(-self.numel * itemsize_bits(self.dtype) // 8)
 

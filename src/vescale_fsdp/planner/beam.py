@@ -37,25 +37,21 @@ class _Move(NamedTuple):
     spans_ranks: bool
 
 
-class _Reached(NamedTuple):
-    """How a state, the number of placed tensors of each kind, is reached with the least gaps."""
-
-    gaps: int
-    numel: int
-    last_kind: int
+_Layer = dict[int, tuple[int, int, int]]
+"""From a state, how many tensors of each kind are placed, to (least gaps, elements placed, kind placed last)."""
 
 
 def beam_search(problem: Problem, share_class: ShareClass, share: int, *, max_steps: int) -> Beam:
     """Layer n holds, for each way to have placed n tensors, the earliest end: no later one serves the rest better.
 
-    A state that has left more gaps than the buffer can spare is dropped; where a layer holds more states than `max_steps`
-    allow, those with the most gaps are.
+    A state that has left more gaps than the buffer can spare is dropped; where a layer holds more states than
+    `max_steps` allow, those with the most gaps are.
     """
     moves = _moves(problem, share_class)
     num_tensors = sum(kind.count for kind in problem.kinds)
     width = max(MIN_WIDTH, max_steps // (num_tensors * len(moves)))
     spare = problem.num_ranks * share - problem.numel
-    layers = [{0: _Reached(0, 0, -1)}]
+    layers: list[_Layer] = [{0: (0, 0, -1)}]
     complete, num_steps = True, 0
     for _ in range(num_tensors):
         num_steps += len(layers[-1]) * len(moves)
@@ -64,7 +60,7 @@ def beam_search(problem: Problem, share_class: ShareClass, share: int, *, max_st
             return Beam(None, complete, num_steps)
         if len(layer) > width:
             complete = False
-            layer = dict(heapq.nsmallest(width, layer.items(), key=lambda item: (item[1].gaps, item[0])))
+            layer = dict(heapq.nsmallest(width, layer.items(), key=lambda item: (item[1][0], item[0])))
         layers.append(layer)
     return Beam(_order(layers, moves), complete, num_steps)
 
@@ -78,8 +74,8 @@ def _moves(problem: Problem, share_class: ShareClass) -> list[_Move]:
     return moves
 
 
-def _extend(layer: dict[int, _Reached], moves: Sequence[_Move], share: int, spare: int) -> dict[int, _Reached]:
-    following: dict[int, _Reached] = {}
+def _extend(layer: _Layer, moves: Sequence[_Move], share: int, spare: int) -> _Layer:
+    following: _Layer = {}
     for state, (gaps, placed, _) in layer.items():
         position = placed + gaps
         rest = share - position % share
@@ -93,15 +89,15 @@ def _extend(layer: dict[int, _Reached], moves: Sequence[_Move], share: int, spar
                 if start < 0 or total > spare:
                     continue
             target = state + stride
-            if target not in following or total < following[target].gaps:
-                following[target] = _Reached(total, placed + numel, kind)
+            if target not in following or total < following[target][0]:
+                following[target] = (total, placed + numel, kind)
     return following
 
 
-def _order(layers: Sequence[dict[int, _Reached]], moves: Sequence[_Move]) -> Order:
+def _order(layers: Sequence[_Layer], moves: Sequence[_Move]) -> Order:
     (state,) = layers[-1]
     kinds: list[int] = []
     for layer in reversed(layers[1:]):
-        kinds.append(layer[state].last_kind)
+        kinds.append(layer[state][2])
         state -= moves[kinds[-1]].stride
     return tuple((kind, 1) for kind in reversed(kinds))

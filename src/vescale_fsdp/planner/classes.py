@@ -24,18 +24,20 @@ class ShareClass:
     spans_ranks: tuple[bool, ...]
 
     def fits(self, problem: Problem, order: Order, share: int) -> bool:
-        limit = problem.num_ranks * share
-        return end_of(order, problem.kinds, self.spans_ranks, share, limit) <= limit
+        return end_of(order, problem.kinds, self.spans_ranks, share, problem.num_ranks * share) != NOWHERE
 
     def least_share(self, problem: Problem, order: Order, below: int) -> int:
         """The least share of this class in which the order fits, if it is less than `below`; else NOWHERE."""
-        step, low, high = 1, self.bound, self.bound
-        while high < below and not self.fits(problem, order, high):
-            low, high, step = high + self.divisor, high + step * self.divisor, 2 * step
-        if high >= below:
-            high = (below - 1) // self.divisor * self.divisor
-            if high < low or not self.fits(problem, order, high):
-                return NOWHERE
+        low, high = self.bound, (below - 1) // self.divisor * self.divisor
+        if high < low or not self.fits(problem, order, high):
+            return NOWHERE
+        step = 0
+        while low + step * self.divisor < high:  # the bound is often met: search upwards from it
+            middle = low + step * self.divisor
+            if self.fits(problem, order, middle):
+                high = middle
+                break
+            low, step = middle + self.divisor, 2 * step + 1
         while low < high:
             middle = low + (high - low) // self.divisor // 2 * self.divisor
             if self.fits(problem, order, middle):

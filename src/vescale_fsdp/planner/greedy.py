@@ -17,22 +17,24 @@ def end_of(order: Order, kinds: Sequence[Kind], spans_ranks: Sequence[bool], sha
 
     `spans_ranks[k]`: tensors of kind k may be cut at several rank boundaries; their granularity divides the share.
     """
-    position = 0
+    position, left = 0, sum(kinds[index].numel * count for index, count in order)
     for index, count in order:
         kind = kinds[index]
-        position = end_of_run(position, kind.numel, kind.granularity, count, spans_ranks[index], share)
-        if position > limit:
+        left -= kind.numel * count
+        position = end_of_run(position, kind, count, spans_ranks[index], share, limit - left)
+        if position == NOWHERE:
             return NOWHERE
     return position
 
 
-def end_of_run(position: int, numel: int, granularity: int, count: int, spans_ranks: bool, share: int) -> int:
-    """Where `count` equal tensors end that are placed one after the other from `position` on.
+def end_of_run(position: int, kind: Kind, count: int, spans_ranks: bool, share: int, limit: int) -> int:
+    """Where `count` equal tensors end that are placed one after the other from `position` on; NOWHERE beyond `limit`.
 
-    A tensor that fits into the rest of this rank's share starts at once. Else it is cut at the boundary after as many whole
-    blocks as fit, if what is left fits into the next share or the tensor may span ranks; else it starts at the boundary.
+    A tensor that fits into the rest of this rank's share starts at once. Else it is cut at the boundary after as many
+    whole blocks as fit, if what is left fits into the next share or the tensor may span ranks; else it starts there.
     """
-    while count:
+    numel, granularity = kind.numel, kind.granularity
+    while position + count * numel <= limit:
         rest = share - position % share
         fitting = rest // numel
         if fitting >= count:
@@ -40,13 +42,14 @@ def end_of_run(position: int, numel: int, granularity: int, count: int, spans_ra
         if spans_ranks and numel % granularity == 0 and position % granularity == 0:
             return position + count * numel  # every start is a multiple of the block, and so is every boundary
         position += fitting * numel
-        rest = share - position % share
-        start = start_of_cut(position, rest, numel, granularity, spans_ranks, share)
+        start = start_of_cut(position, share - position % share, numel, granularity, spans_ranks, share)
         if start < 0:
             return NOWHERE
         position = start + numel
         count -= fitting + 1
-    return position
+        if not count:
+            return position if position <= limit else NOWHERE
+    return NOWHERE
 
 
 def starts_of(

@@ -43,9 +43,9 @@ class LaneLayout:
     spans_ranks: tuple[bool, ...]
 
 
-def lay_out(problem: Problem) -> LaneLayout:
+def lay_out(problem: Problem, *, search_steps: int = SEARCH_STEPS) -> LaneLayout:
     """The best layout in one buffer that the budgets find."""
-    search = _Search(problem)
+    search = _Search(problem, search_steps)
     for improve in (search.try_sorted_orders, search.try_dives, search.sharpen_bounds, search.try_beams):
         if search.share == search.bound:
             break
@@ -56,31 +56,34 @@ def lay_out(problem: Problem) -> LaneLayout:
 class _Search:
     """The best order so far, and the share that nothing beats."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, search_steps: int) -> None:
         self.problem = problem
         self.bound = forced_bound(problem, any_layout_bound(problem))
         self.share = problem.round_up(problem.numel)  # everything on rank 0
         self.order = problem.module_order
         self.spans_ranks = (False,) * len(problem.kinds)
         self.classes = share_classes(problem, self.bound, self.share + 1)
-        self.steps_left = SEARCH_STEPS
+        self.steps_left = search_steps
         self.num_steps = len(problem.kinds) * math.prod(kind.count + 1 for kind in problem.kinds)
 
-    def offer(self, share_class: ShareClass, order: Order | None) -> int:
+    def offer(self, share_class: ShareClass, order: Order | None, ties: int = 0) -> int:
         """The least share of this class in which the order fits; kept if it is the best so far."""
         if order is None:
             return self.share
-        least = share_class.least_share(self.problem, order, self.share)
-        if least < self.share:
+        least = share_class.least_share(self.problem, order, self.share + ties)
+        if least < self.share + ties:
             self.share, self.order, self.spans_ranks = least, order, share_class.spans_ranks
         return least
 
     def try_sorted_orders(self) -> None:
+        """By granularity and by size; the module's own order wins ties, so that plans look like the model."""
         for share_class in self.classes:
-            for order in sorted_orders(self.problem, share_class):
+            for order in sorted_orders(self.problem, share_class.spans_ranks):
                 if share_class.bound >= self.share:
                     break
                 self.offer(share_class, order)
+        for share_class in self.classes:
+            self.offer(share_class, self.problem.module_order, ties=1)
 
     def try_dives(self) -> None:
         for share_class in self.classes:

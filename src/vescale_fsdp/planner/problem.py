@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-__all__ = ["Kind", "Order", "Problem"]
+__all__ = ["Kind", "Order", "Problem", "Tensor"]
+
+Tensor = tuple[int, int, int]
+"""Elements, how many of them may not be cut, and how many make a row, between which cuts are preferred."""
 
 Order = tuple[tuple[int, int], ...]
 """Which tensors follow each other in the buffer: runs of (index of the kind, how many of it)."""
@@ -14,10 +19,11 @@ Order = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`count` tensors of `numel` elements that may be cut every `granularity` of them."""
+    """`count` tensors of `numel` elements that may be cut every `granularity` of them, better every `row`."""
 
     numel: int
     granularity: int
+    row: int
     count: int
 
     @property
@@ -41,27 +47,19 @@ class Problem:
     module_order: Order
 
     @classmethod
-    def reduce(
-        cls, numels: Sequence[int], granularities: Sequence[int], num_ranks: int, unit: int, align: int
-    ) -> Problem:
+    def reduce(cls, tensors: Sequence[Tensor], num_ranks: int, unit: int, align: int) -> Problem:
         """Drop empty tensors, divide by `align`, merge equal tensors. The unit becomes a multiple of `align`."""
-        index_of: dict[tuple[int, int], int] = {}
-        counts: list[int] = []
-        runs: list[list[int]] = []
-        for pair in zip(numels, granularities, strict=True):
-            if not pair[0]:
-                continue
-            index = index_of.get(pair)
-            if index is None:
-                index = index_of[pair] = len(counts)
-                counts.append(0)
-            counts[index] += 1
-            if runs and runs[-1][0] == index:
-                runs[-1][1] += 1
-            else:
-                runs.append([index, 1])
-        kinds = tuple(Kind(*divide(*pair, align), count) for pair, count in zip(index_of, counts, strict=True))
-        return cls(num_ranks, math.lcm(unit, align) // align, kinds, tuple((index, count) for index, count in runs))
+        counts = Counter(tensor for tensor in tensors if tensor[0])  # ordered by first appearance
+        index_of = {tensor: index for index, tensor in enumerate(counts)}
+        kinds = tuple([Kind(*divide(*tensor, align), count) for tensor, count in counts.items()])
+        runs = ((index_of[tensor], len(list(group))) for tensor, group in itertools.groupby(tensors) if tensor[0])
+        return cls(num_ranks, math.lcm(unit, align) // align, kinds, merged(runs))
+
+    def part(self, kinds: Sequence[int]) -> Problem:
+        """The problem of some kinds only, numbered in the given order."""
+        new_index = {kind: index for index, kind in enumerate(kinds)}
+        runs = [(new_index[kind], count) for kind, count in self.module_order if kind in new_index]
+        return replace(self, kinds=tuple(self.kinds[kind] for kind in kinds), module_order=merged(runs))
 
     @property
     def numel(self) -> int:
@@ -73,8 +71,15 @@ class Problem:
         return -(-share // step) * step
 
 
-def divide(numel: int, granularity: int, align: int) -> tuple[int, int]:
-    """Size and granularity in units of `align` elements; a granularity that covers the tensor is the tensor."""
+def merged(runs: Iterable[tuple[int, int]]) -> Order:
+    """Neighbouring runs of one kind as one run."""
+    groups = itertools.groupby(runs, key=lambda run: run[0])
+    return tuple((kind, sum(count for _, count in group)) for kind, group in groups)
+
+
+def divide(numel: int, granularity: int, row: int, align: int) -> tuple[int, int, int]:
+    """Size, granularity and row in units of `align` elements; a granularity that covers the tensor is the tensor."""
     size = -(-numel // align)
     run = size if granularity >= numel else math.lcm(granularity, align) // align
-    return size, min(run, size)
+    rows = math.lcm(granularity, row, align) // align if run < size else size
+    return size, min(run, size), min(rows, size)

@@ -1,0 +1,113 @@
+"""Groups of parameters in, plans out: specs are read, equal groups are solved once, lanes are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from ..errors import PlanError
+from ..layout import LanePlan, Layout
+from ..plan import GroupPlan, Plan
+from ..spec import ParamSpec, alignment, itemsize_bits
+from .bounds import any_layout_bound
+from .lanes import Lane, lay_out_lanes, total
+from .problem import Problem, Tensor
+from .rows import place
+
+__all__ = ["MAX_LANES", "lay_out_group", "make_plan", "plan_group"]
+
+MAX_LANES = 3
+
+MIN_SAVING_BITS = 8 << 20
+"""1 MiB per rank: where nobody asked for more lanes, one more has to save this much, and 0.5 %."""
+
+
+def make_plan(
+    groups: Iterable[tuple[str, Sequence[ParamSpec]]],
+    num_ranks: int,
+    *,
+    unit: int | None = None,
+    align: int | None = None,
+    max_lanes: int | None = None,
+) -> Plan:
+    """Plan every (name, parameters) group over the same number of ranks; equal groups are solved once."""
+    return Plan(
+        tuple(
+            plan_group(specs, num_ranks, name=name, unit=unit, align=align, max_lanes=max_lanes)
+            for name, specs in groups
+        )
+    )
+
+
+def plan_group(
+    specs: Sequence[ParamSpec],
+    num_ranks: int,
+    *,
+    name: str = "",
+    unit: int | None = None,
+    align: int | None = None,
+    max_lanes: int | None = None,
+) -> GroupPlan:
+    """Plan one communication group, whose parameters share one dtype.
+
+    Shares are multiples of `unit` elements and starts of `align`; both default to 16 bytes in the parameters' dtype:
+    pass `alignment(...)` of all dtypes that the layout will ever hold if some are smaller. The fewest lanes within
+    0.5 % of the best are taken, at most `max_lanes` (1 to 3); if None, one more has to save 1 MiB per rank as well.
+    """
+    _refuse_mixed(name, specs)
+    if max_lanes is not None and not 1 <= max_lanes <= MAX_LANES:
+        raise PlanError(f"max_lanes is None or 1 to {MAX_LANES}, got {max_lanes}")
+    dtype = specs[0].dtype if specs else "float32"
+    layout = lay_out_group(
+        tuple([(spec.numel, spec.granularity.numel, spec.row) for spec in specs]),
+        num_ranks,
+        alignment([dtype]) if unit is None else unit,
+        alignment([dtype]) if align is None else align,
+        MAX_LANES if max_lanes is None else max_lanes,
+        MIN_SAVING_BITS // itemsize_bits(dtype) if max_lanes is None else 0,
+    )
+    return GroupPlan(name, tuple(specs), layout)
+
+
+def _refuse_mixed(name: str, specs: Sequence[ParamSpec]) -> None:
+    for spec in specs:
+        if spec.dtype != specs[0].dtype:
+            raise PlanError(f"{spec.fqn}: {spec.dtype} in group {name!r} of {specs[0].dtype}. A group holds one dtype.")
+    if len({spec.fqn for spec in specs}) != len(specs):
+        raise PlanError(f"group {name!r} names a parameter twice")
+
+
+@lru_cache(maxsize=4096)
+def lay_out_group(
+    tensors: tuple[Tensor, ...], num_ranks: int, unit: int, align: int, max_lanes: int, min_saving: int
+) -> Layout:
+    """The layout of tensors given by (elements, granularity, row), checked; one more lane must save `min_saving`."""
+    if num_ranks < 1 or unit < 1 or align < 1:
+        raise PlanError(f"num_ranks, unit and align are >= 1, got {num_ranks}, {unit} and {align}")
+    problem = Problem.reduce(tensors, num_ranks, unit, align)
+    lanes = lay_out_lanes(problem, max_lanes, min_saving // align)
+    lane_of, starts = _by_tensor(tensors, lanes, align)
+    lane_plans = tuple(LanePlan(lane.layout.share * align, lane.layout.bound * align) for lane in lanes)
+    layout = Layout(num_ranks, unit, align, lane_plans, lane_of, starts, _bound(problem, lanes) * align)
+    layout.check(
+        range(len(tensors)), [numel for numel, _, _ in tensors], [granularity for _, granularity, _ in tensors]
+    )
+    return layout
+
+
+def _bound(problem: Problem, lanes: Sequence[Lane]) -> int:
+    """The any-layout bound, computed as sharply as it matters."""
+    bound = any_layout_bound(problem)
+    return bound if bound == total(lanes) else max(bound, any_layout_bound(problem, max_divisor=24))
+
+
+def _by_tensor(tensors: Sequence[Tensor], lanes: Sequence[Lane], align: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lane and start of each tensor: equal tensors take their places in module order."""
+    places: dict[int, list[tuple[int, int]]] = {}
+    for lane_index, lane in enumerate(lanes):
+        for kind, start in place(lane.problem, lane.layout):
+            places.setdefault(lane.kinds[kind], []).append((lane_index, start * align))
+    kinds = dict.fromkeys(tensor for tensor in tensors if tensor[0])
+    queues = {tensor: iter(places[index]) for index, tensor in enumerate(kinds)}
+    placed = [next(queues[tensor]) if tensor[0] else (0, 0) for tensor in tensors]
+    return tuple([lane for lane, _ in placed]), tuple([start for _, start in placed])

@@ -1,0 +1,108 @@
+"""Moving cuts to the ends of rows where that costs nothing, so that a shard keeps its tensor's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from .greedy import NOWHERE, end_of, start_of_cut, starts_of
+from .one_lane import LaneLayout
+from .orders import sorted_orders
+from .problem import Kind, Problem
+
+__all__ = ["Placed", "place"]
+
+Placed = list[tuple[int, int]]
+"""(kind, start) of every tensor, in the order of the buffer."""
+
+
+def place(problem: Problem, layout: LaneLayout) -> Placed:
+    """Starts that fit the layout's share, with as few tensors cut inside a row as a few orders find."""
+    found = list(starts_of(layout.order, problem.kinds, layout.spans_ranks, layout.share))
+    if all(kind.row == kind.granularity for kind in problem.kinds):
+        return found
+    by_rows = place_by_rows(problem, layout)
+    if by_rows is not None:
+        return by_rows
+    dives = [
+        dive for preference in preferences(problem) if (dive := soft_dive(problem, layout, preference)) is not None
+    ]
+    return min([found, *dives], key=lambda placed: cuts_inside_rows(problem.kinds, placed, layout.share))
+
+
+def place_by_rows(problem: Problem, layout: LaneLayout) -> Placed | None:
+    """The first order, the layout's own and the module's before others, that fits with every cut between rows."""
+    kinds = tuple([replace(kind, granularity=kind.row) for kind in problem.kinds])
+    spans_ranks = tuple([layout.share % kind.granularity == 0 for kind in kinds])
+    limit = problem.num_ranks * layout.share
+    for order in (problem.module_order, layout.order, *sorted_orders(replace(problem, kinds=kinds), spans_ranks)):
+        if end_of(order, kinds, spans_ranks, layout.share, limit) != NOWHERE:
+            return list(starts_of(order, kinds, spans_ranks, layout.share))
+    return None
+
+
+def preferences(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Kinds in the order in which a dive would rather place them: the module's, and the largest first."""
+    indices = range(len(problem.kinds))
+    yield tuple(indices)
+    yield tuple(sorted(indices, key=lambda i: (-problem.kinds[i].numel, -problem.kinds[i].row)))
+
+
+def soft_dive(problem: Problem, layout: LaneLayout, preference: Sequence[int]) -> Placed | None:
+    """At each point the first kind that can be placed, and cut between rows, without a gap; else with the least gap
+    that the buffer can spare; else it is cut inside a row. None if that does not fit."""
+    kinds, share = problem.kinds, layout.share
+    left = [kind.count for kind in kinds]
+    waiting, position = list(preference), 0
+    placed: Placed = []
+    spare = problem.num_ranks * share - problem.numel
+    while waiting:
+        kind, start = _next(kinds, layout, waiting, position, spare)
+        if kind < 0 or start - position > spare:
+            return None
+        spare -= start - position
+        rest = share - start % share
+        count = max(1, min(left[kind], rest // kinds[kind].numel))
+        placed.extend((kind, start + i * kinds[kind].numel) for i in range(count))
+        position = start + count * kinds[kind].numel
+        left[kind] -= count
+        if not left[kind]:
+            waiting.remove(kind)
+    return placed
+
+
+def _next(
+    kinds: Sequence[Kind], layout: LaneLayout, waiting: Sequence[int], position: int, spare: int
+) -> tuple[int, int]:
+    share = layout.share
+    rest = share - position % share
+    best, best_start = -1, position + spare + 1
+    for i in waiting:
+        kind = kinds[i]
+        if kind.numel <= rest:
+            return i, position
+        start = start_of_cut(position, rest, kind.numel, kind.row, share % kind.row == 0, share)
+        if start == position:
+            return i, position
+        if 0 <= start < best_start:
+            best, best_start = i, start
+    if best >= 0:
+        return best, best_start
+    starts = (
+        (start_of_cut(position, rest, kinds[i].numel, kinds[i].granularity, layout.spans_ranks[i], share), i)
+        for i in waiting
+    )
+    start, best = min(((start, i) for start, i in starts if start >= 0), default=(0, -1))
+    return best, start
+
+
+def cuts_inside_rows(kinds: Sequence[Kind], placed: Placed, share: int) -> int:
+    """How many tensors are cut inside a row."""
+    return sum(_is_cut_inside_a_row(kinds[kind], start, share) for kind, start in placed)
+
+
+def _is_cut_inside_a_row(kind: Kind, start: int, share: int) -> bool:
+    head = share - start % share
+    if head >= kind.numel:
+        return False
+    return head % kind.row != 0 or (head + share < kind.numel and share % kind.row != 0)
