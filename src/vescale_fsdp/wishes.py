@@ -5,6 +5,8 @@
     --block '*.w1=128x128'        128x128 blocks stay whole; another kind of wish adds to --rows, as the lcm of both
     --format fp8_block            what a registered format asks for
 
+Without a pattern, blocks and formats are for matrices only: parameters of two dims or more.
+
 A row of a parameter is what one step along its first dim skips: prod(shape[1:]) elements, but shape[-1] for 3-D ones
 (fused experts) and one element for 1-D ones. N rows are N times that, wherever they start: (128, 2880, 2880) with 16
 rows may be cut every 46080 elements. `--rows whole` keeps every matrix on one rank.
@@ -23,6 +25,7 @@ from ragged_dtensor.granularity import Granularity
 from .errors import VescaleError
 from .shapes import ModelShapes, ShapeGroup, merge_equal
 from .spec import ParamSpec
+from .tiling import Tiling
 
 __all__ = ["Wish", "WishError", "grant", "parse_wish"]
 
@@ -41,6 +44,11 @@ class Wish:
     pattern: str
     value: str
     asks: Callable[[ParamSpec], Granularity]
+
+    def covers(self, spec: ParamSpec) -> bool:
+        if self.pattern == "*":
+            return self.kind == "rows" or len(spec.shape) > 1
+        return fnmatchcase(spec.fqn, self.pattern)
 
     def __str__(self) -> str:
         return f"--{self.kind} {self.value}" if self.pattern == "*" else f"--{self.kind} {self.pattern}={self.value}"
@@ -70,7 +78,7 @@ def _granted(group: ShapeGroup, wishes: Sequence[Wish]) -> ShapeGroup:
 
 
 def _wished(spec: ParamSpec, wishes: Sequence[Wish]) -> ParamSpec:
-    last = {wish.kind: wish for wish in wishes if fnmatchcase(spec.fqn, wish.pattern)}
+    last = {wish.kind: wish for wish in wishes if wish.covers(spec)}
     granularity = spec.granularity
     for wish in last.values():
         granularity = granularity & wish.asks(spec)
@@ -101,17 +109,8 @@ def _parse_block(value: str) -> Callable[[ParamSpec], Granularity]:
     if not by:
         raise WishError(f"--block {value}: expected NxM, such as 128x128")
     rows, columns = _whole_number("block", value, rows_text), _whole_number("block", value, columns_text)
-    return lambda spec: _blocks(spec, rows, columns)
-
-
-def _blocks(spec: ParamSpec, rows: int, columns: int) -> Granularity:
-    """Whole rows of blocks, since memory runs along rows; a fused expert whose rows end inside a block stays whole."""
-    if len(spec.shape) < 2 or not spec.numel:
-        return Granularity(1)
-    *_, height, width = spec.shape if len(spec.shape) <= 3 else (spec.shape[0], math.prod(spec.shape[1:]))
-    if len(spec.shape) == 3 and height % rows:
-        return Granularity(height * width, (f"whole experts, {height} rows do not split into {rows}x{columns} blocks",))
-    return Granularity(rows * width, (f"{rows}x{columns} blocks (--block)",))
+    text = f"{rows}x{columns} blocks (--block)"
+    return lambda spec: Granularity(Tiling((rows, columns), spec.shape).granularity, (text,))
 
 
 def _parse_format(value: str) -> Callable[[ParamSpec], Granularity]:

@@ -55,6 +55,8 @@ def advise(
         check_lanes(max_lanes)
         check_at_least(ranks, 1, "--ranks")
         check_at_least(state_bytes, 0, "--state-bytes")
+        if not max_padding >= 0:
+            raise ValueError(f"--max-padding: expected a percentage >= 0, got {max_padding}")
         shapes = load(source, rows, block, format, dtype, group_by)
         advice = sweep(shapes, ranks, max_lanes=max_lanes, max_padding_pct=max_padding, bytes_of_state=state_bytes)
         if json is not None:
@@ -81,8 +83,11 @@ def _splits(advice: Advice) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
+    from vescale_fsdp.picture.style import byte_unit
+
+    unit, size = byte_unit(advice.knee.parameter_bytes * advice.knee.shard_size)
     columns = ("shard", "replicas", "pad %", "bound %", "params", "state", "gather", "reduce", "")
-    title = f"{advice.model} on {advice.num_ranks} ranks, GiB per rank"
+    title = f"{advice.model} on {advice.num_ranks} ranks, {unit} per rank"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -94,16 +99,15 @@ def _splits(advice: Advice) -> Table:
             str(split.replicas),
             f"{split.padding_pct:.3f}",
             f"{split.bound_pct:.3f}",
-            *map(_gib, nbytes),
+            *(_number(value / size) for value in nbytes),
             "<- knee" if is_knee else "",
             style="bold" if is_knee else None,
         )
     return table
 
 
-def _gib(nbytes: int) -> str:
+def _number(value: float) -> str:
     """Three digits that count: 1,306 and 2.7 and 0.0042."""
-    value = nbytes / 2**30
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -122,13 +126,18 @@ def _merges(advice: Advice) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
+    from vescale_fsdp.picture.style import byte_unit
+
     counts = sorted({merge.layers for merge in advice.merges})
-    title = "Layers per group: padding, and GiB of the largest gathered group"
+    unit, size_of = byte_unit(max(merge.gathered_bytes for merge in advice.merges))
+    title = f"Layers per group: padding, and {unit} of the largest gathered group"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("shard", justify="right")
     for count in counts:
         table.add_column("1 layer" if count == 1 else f"{count} layers", justify="right", no_wrap=True)
     for size in dict.fromkeys(merge.shard_size for merge in advice.merges):
         merges = [merge for merge in advice.merges if merge.shard_size == size]
-        table.add_row(str(size), *(f"{merge.padding_pct:.2f} % {_gib(merge.gathered_bytes):>5}" for merge in merges))
+        table.add_row(
+            str(size), *(f"{merge.padding_pct:.2f} % {_number(merge.gathered_bytes / size_of):>5}" for merge in merges)
+        )
     return table
