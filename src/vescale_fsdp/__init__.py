@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, Mixed
 
 from .errors import VescaleError
 from .fully_shard import fully_shard
+from .grad_clip import clip_grad_norm_
 from .module import FSDPModule, UnshardHandle
 from .policy import ParamPolicy
 from .report import explain, report, traffic
@@ -26,6 +27,7 @@ __all__ = [
     "ParamPolicy",
     "UnshardHandle",
     "VescaleError",
+    "clip_grad_norm_",
     "explain",
     "fully_shard",
     "report",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,6 +60,7 @@ class ParamGroup:
         self.is_unsharded = False
         self._owners = _Owners(managed)
         self._owners.put(self.shards.params)
+        self._follow_state_dicts()
         self._whole: DBuffer | None = None
         self._unsharded: list[nn.Parameter] = []
         self._gradients: Gradients | OwnGradients | None = None
@@ -115,10 +116,18 @@ class ParamGroup:
                 f"initialise them before training."
             )
 
-    def adopt(self) -> None:
+    def adopt(self, *, partly_loaded: bool = False) -> None:
         """Bring values that were put elsewhere (`_apply`, `assign=True`) back into the buffer."""
-        if not self.is_unsharded and self.shards.adopt():
+        if not self.is_unsharded and self.shards.adopt(partly_loaded=partly_loaded):
             self._forget_unsharded()
+
+    def _follow_state_dicts(self) -> None:
+        """State dicts hold, and load into, the sharded parameters."""
+        owners = {owner for each in self.shards.managed for owner, _ in each.owners}
+        for module in cast(set[Any], owners | set(self.modules)):
+            module.register_state_dict_pre_hook(lambda *_: self.to_sharded())
+            module.register_load_state_dict_pre_hook(lambda *_: self.to_sharded())
+            module.register_load_state_dict_post_hook(lambda *_: self.adopt(partly_loaded=True))
 
     def _forget_unsharded(self) -> None:
         self._whole = None

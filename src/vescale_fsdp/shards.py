@@ -86,10 +86,11 @@ class Shards:
         return sharded
 
     @torch.no_grad()
-    def adopt(self) -> bool:
+    def adopt(self, *, partly_loaded: bool = False) -> bool:
         """Take values that `_apply`, `to_empty` or `load_state_dict(assign=True)` put elsewhere back into the buffer.
 
-        The Parameter objects stay the same, so an optimizer keeps them. Returns whether anything had moved.
+        The Parameter objects stay the same, so an optimizer keeps them. Returns whether anything had moved and is back.
+        While a state dict is `partly_loaded`, parameters of several dtypes or devices wait for the rest.
         """
         found = [each.module._parameters[each.owners[0][1]] for each in self.managed]
         moved = [
@@ -99,6 +100,8 @@ class Shards:
         if not any(moved):
             return False
         news = [self._local_value(i, cast(torch.Tensor, new)) for i, new in enumerate(found)]
+        if partly_loaded and len({(new.dtype, new.device) for new in news}) > 1:
+            return False
         self._reallocate(news)
         for i, new in enumerate(news):
             local = self.local(self.buffer, i)
