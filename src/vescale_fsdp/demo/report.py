@@ -82,10 +82,8 @@ def print_report(console: Console, settings: Settings, outcome: Outcome, curve: 
         "padding": f"{outcome.padding_pct:.2f} %",
         "loss curve": str(curve) if curve else "not drawn: pip install 'vescale-fsdp[viz]'",
     }
-    summary = Table.grid(padding=(0, 2))
     for name, value in rows.items():
-        summary.add_row(Text(name, style="bold"), Text(value))
-    console.print(summary)
+        console.print(Text.assemble((f"{name:<16}", "bold"), value), soft_wrap=True)
     console.print(Text("\na sample of what it writes now:", style="bold"))
     console.print(Text(outcome.sample.decode(errors="replace"), style="dim"))
 
