@@ -2,13 +2,13 @@
 
 Reading order; a file imports only what stands before it:
 
-    errors granularity units layout _torch placement ownership collectives transition redistribute distribute
-    ops random checkpoint
+    errors granularity units layout seams _torch placement ownership collectives transition redistribute distribute
+    slicing op_call agreement elementwise views contributions along_dim reductions whole random ops checkpoint
 
 Importing changes nothing in torch. The first RaggedShard that is built installs the seams (`_torch.register`).
 """
 
-from ragged_dtensor import checkpoint, ops, ownership, random, redistribute  # noqa: F401  (they fill the seams)
+from ragged_dtensor import checkpoint, ops, ownership, redistribute  # noqa: F401  (they fill the seams)
 from ragged_dtensor.distribute import distribute_tensor, from_local
 from ragged_dtensor.errors import (
     LayoutError,
@@ -19,6 +19,7 @@ from ragged_dtensor.errors import (
 )
 from ragged_dtensor.granularity import Granularity
 from ragged_dtensor.placement import RaggedShard, StridedRaggedShard
+from ragged_dtensor.random import init_full
 from ragged_dtensor.units import Units
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "UnsupportedTransitionError",
     "distribute_tensor",
     "from_local",
+    "init_full",
 ]

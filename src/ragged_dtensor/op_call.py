@@ -193,10 +193,16 @@ def spec_like(spec: DTensorSpec, placements: Sequence[Placement], meta: TensorMe
 def refusal(call: OpCall, reason: str = "", remedy: str = "") -> UnsupportedOpError:
     """The error for an op without an answer: the op, the placement, why, and what to do."""
     spec = call.ragged.spec
+    hint = INIT_HINT if call.name in OPS_OF_INITIALISERS else ""
     return UnsupportedOpError(
         f"{call.op} is not supported on a ragged tensor of shape {tuple(spec.shape)} placed as "
-        f"{list(spec.placements)}{': ' + reason if reason else ''}. {remedy or whole_tensor(spec)}"
+        f"{list(spec.placements)}{': ' + reason if reason else ''}. {remedy or whole_tensor(spec)}{hint}"
     )
+
+
+# Where orthogonal_, dirac_, sparse_, eye_ and initialisers like them first touch single elements or whole matrices.
+OPS_OF_INITIALISERS = {"_index_put_impl_", "eye", "index_put_", "linalg_qr", "select", "slice", "t_", "transpose_"}
+INIT_HINT = " To initialise it, call ragged_dtensor.init_full(tensor, fn), for instance fn=torch.nn.init.orthogonal_."
 
 
 def whole_tensor(spec: DTensorSpec) -> str:

@@ -19,6 +19,7 @@ from ragged_dtensor.elementwise import (
     same_layout,
 )
 from ragged_dtensor.op_call import Answer, Local, OpCall, is_participating, refusal
+from ragged_dtensor.random import RANDOM, random
 from ragged_dtensor.reductions import FOREACH_REDUCTIONS, REDUCTIONS, reduced, reduced_lists
 from ragged_dtensor.views import RESHAPES, UNCHANGED, expanded, reshaped, unchanged
 from ragged_dtensor.whole import WHOLE
@@ -32,6 +33,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(UNCHANGED, unchanged),
     **dict.fromkeys(REDUCTIONS, reduced),
     **dict.fromkeys(FOREACH_REDUCTIONS, reduced_lists),
+    **dict.fromkeys(RANDOM, random),
     **dict.fromkeys(ALONG_ONE_DIM, along_dim),
     "expand": expanded,
 }
