@@ -1,7 +1,7 @@
 """Every private name of torch that this package uses, and the seams through which torch reaches our code.
 
-Importing installs nothing: `register()` does, when the first RaggedShard is built. Until the later files of the package
-have filled `seams`, and wherever they have no answer, a ragged tensor raises; stock tensors never get here.
+Importing installs nothing: `register()` does, when the first RaggedShard is built. Each seam asks `seams` whether a
+placement is ragged and leaves everything else to torch. Where `seams` has no answer, a ragged tensor raises.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 # Private, all since torch 2.11 or earlier: there is no registry for placements (pytorch#169320).
-from torch.distributed.tensor import _api, _dispatch, _redistribute, _utils  # isort: skip
+from torch.distributed.tensor import _api as _typed_api  # isort: skip
+from torch.distributed.tensor import _dispatch as _typed_dispatch  # isort: skip
+from torch.distributed.tensor import _redistribute, _utils  # isort: skip
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # isort: skip
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding  # isort: skip
 from torch.distributed.tensor.placement_types import _StridedShard  # isort: skip
@@ -29,47 +30,16 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial  # isort: skip
 from torch.utils._python_dispatch import return_and_correct_aliasing  # isort: skip
 
 from ragged_dtensor.errors import RaggedShardError, UnsupportedTorchError
+from ragged_dtensor.seams import seams
 
 __all__ = ["DTensorSpec", "OpSchema", "OutputSharding", "Placement", "TensorMeta", "register", "seams"]
 
 OLDEST, NEWEST_BEFORE = (2, 11), (2, 15)
 
-
-def _unfilled(*args: object, **kwargs: object) -> NoReturn:
-    raise RaggedShardError("ragged_dtensor is only partly imported. Import the package, not one of its files.")
-
-
-@dataclass
-class Seams:
-    """Our answers to torch's questions about ragged tensors; each later file of the package fills in its own.
-
-    is_ragged(placement) -> bool
-    local_shape(shape, mesh, placements) -> the local shape on this rank
-    global_shape(local, mesh, placements) -> the full shape, or an error that says why it cannot be inferred
-    redistribute(local, current_spec, target_spec, *, async_op) -> the new local tensor
-    distribute(tensor, mesh, placements, *, src_data_rank) -> a new DTensor
-    answer(op, args, kwargs, op_info) -> an OutputSharding with tensor meta, which torch caches and carries out, or
-        anything else: the op's result
-    safe_globals: what `torch.load(weights_only=True)` may call to rebuild a placement
-    write_items(dtensor, fqn), chunk_list(dtensor), tensor_shard(dtensor, index): DCP's three questions
-    """
-
-    is_ragged: Callable[[object], bool] = lambda placement: False
-    local_shape: Callable[..., tuple[int, ...]] = _unfilled
-    global_shape: Callable[..., tuple[int, ...]] = _unfilled
-    redistribute: Callable[..., torch.Tensor] = _unfilled
-    distribute: Callable[..., DTensor] = _unfilled
-    answer: Callable[..., Any] = _unfilled
-    write_items: Callable[..., list[Any]] = _unfilled
-    chunk_list: Callable[..., list[Any]] = _unfilled
-    tensor_shard: Callable[..., torch.Tensor] = _unfilled
-    safe_globals: tuple[Any, ...] = ()
-
-    def any_ragged(self, placements: Sequence[object] | None) -> bool:
-        return any(map(self.is_ragged, placements or ()))
-
-
-seams = Seams()
+# Without types: what is used of them is not exported, and methods are replaced.
+_api: Any = _typed_api
+_dispatch: Any = _typed_dispatch
+_DTensor: Any = DTensor
 
 
 @functools.cache
@@ -80,6 +50,7 @@ def register() -> None:
     _install_movement_seams()
     _install_local_tensor_seams()
     _install_distribute_seam()
+    _install_random_factories()
     _install_checkpoint_seams()
     torch.serialization.add_safe_globals(list(seams.safe_globals))
 
@@ -92,6 +63,8 @@ NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
         _api,
         (
             "_ToTorchTensor",
+            "_dtensor_init_helper",
+            "_mesh_resources",
             "compute_global_tensor_info",
             "distribute_tensor",
             "redistribute_local_tensor",
@@ -143,7 +116,7 @@ def _install_op_seams() -> None:
     The method that chooses a sharding (`propagate_op_sharding_non_cached`) is one step further: errors raised in there
     lose their type, and it cannot return a result.
     """
-    dispatcher = DTensor._op_dispatcher
+    dispatcher = _DTensor._op_dispatcher
     stock = dispatcher._propagate_op_sharding_dispatch_slow_path
 
     @functools.wraps(stock)
@@ -197,7 +170,7 @@ def run(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info: A
 def wrap(op: Any, args: tuple[object, ...], kwargs: dict[str, object], local: Any, spec: Any) -> Any:
     """Local results (tensors, or lists of them) as DTensors of `spec`; views keep their base."""
     result = _wrap(local, spec)
-    return return_and_correct_aliasing(op, args, kwargs, result) if op._schema._is_view_op() else result
+    return return_and_correct_aliasing(op, args, kwargs, result) if op._schema._is_view_op() else result  # type: ignore[no-untyped-call]
 
 
 def _wrap(local: Any, spec: Any) -> Any:
@@ -254,7 +227,7 @@ SAFE_HANDLERS = {torch.ops.aten.is_same_size.default, torch.ops.aten.is_pinned.d
 def propagate_tensor_meta(op_schema: OpSchema) -> TensorMeta | Sequence[TensorMeta | None] | None:
     """Global shape, stride and dtype of the op's results, by running it on fake full tensors."""
     propagator = DTensor._op_dispatcher.sharding_propagator
-    return propagator._propagate_tensor_meta_non_cached(op_schema)  # type: ignore[no-any-return]
+    return propagator._propagate_tensor_meta_non_cached(op_schema)
 
 
 # --- movement
@@ -270,13 +243,17 @@ def _install_movement_seams() -> None:
         if seams.any_ragged(current_spec.placements) or seams.any_ragged(target_spec.placements):
             async_op = options.get("async_op", False)
             return seams.redistribute(local_tensor, current_spec, target_spec, async_op=async_op)
-        return stock(local_tensor, current_spec, target_spec, **options)  # type: ignore[no-any-return]
+        return stock(local_tensor, current_spec, target_spec, **options)
 
-    # Modules imported it by name; those not loaded yet will find the new one in `_redistribute`.
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType) and vars(module).get("redistribute_local_tensor") is stock:
-            module.redistribute_local_tensor = redistribute_local_tensor  # type: ignore[attr-defined]
+    _replace_everywhere("redistribute_local_tensor", stock, redistribute_local_tensor)
     _install_gradient_of_partial()
+
+
+def _replace_everywhere(name: str, stock: Any, ours: Any) -> None:
+    """In every module that imported it by name; those not loaded yet will find ours where torch defines it."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType) and vars(module).get(name) is stock:
+            setattr(module, name, ours)
 
 
 def _install_gradient_of_partial() -> None:
@@ -284,14 +261,14 @@ def _install_gradient_of_partial() -> None:
     stock = _redistribute._redistribute_backward
 
     @functools.wraps(stock)
-    def redistribute_backward(grad_output: DTensor, previous_spec: DTensorSpec, **options: Any) -> Any:
+    def redistribute_backward(grad_output: DTensor, previous_spec: DTensorSpec, *args: Any, **kwargs: Any) -> Any:
         pairs = zip(grad_output.placements, previous_spec.placements, strict=True)
         placements = tuple(
             Replicate() if seams.is_ragged(current) and target.is_partial() else target for current, target in pairs
         )
         if placements != previous_spec.placements:
             previous_spec = DTensorSpec(previous_spec.mesh, placements, tensor_meta=previous_spec.tensor_meta)
-        return stock(grad_output, previous_spec, **options)
+        return stock(grad_output, previous_spec, *args, **kwargs)
 
     _redistribute._redistribute_backward = redistribute_backward
 
@@ -313,12 +290,9 @@ def _install_to_local_gradient() -> None:
         spec = ctx.dtensor_spec
         if grad_output is None or not seams.any_ragged((*spec.placements, *(ctx.grad_placements or ()))):
             return stock(ctx, grad_output)  # type: ignore[no-any-return]
-        placements = tuple(Replicate() if p.is_partial() else p for p in spec.placements)
-        placements = ctx.grad_placements or placements
-        meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, grad_output.dtype)
-        grad_spec = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
-        local = grad_output.contiguous()
-        return new_dtensor(local, grad_spec, requires_grad=local.requires_grad), None
+        placements = ctx.grad_placements or [Replicate() if p.is_partial() else p for p in spec.placements]
+        shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+        return DTensor.from_local(grad_output.contiguous(), spec.mesh, placements, shape=shape, stride=stride), None
 
     _api._ToTorchTensor.backward = staticmethod(backward)
 
@@ -352,7 +326,7 @@ def _install_local_shape() -> None:
         **kwargs: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if not seams.any_ragged(placements):
-            return stock(global_shape, mesh_shape, my_coordinate, placements, *args, **kwargs)  # type: ignore[no-any-return]
+            return stock(global_shape, mesh_shape, my_coordinate, placements, *args, **kwargs)
         if not (args[0] if args else kwargs.get("skip_offset", False)):
             raise RaggedShardError(
                 f"A shard of {tuple(placements)} is not one box of the full tensor, so it has no single offset. "
@@ -362,7 +336,7 @@ def _install_local_shape() -> None:
         coordinate = tuple(int(lookup(axis)) for axis in range(len(placements)))
         return seams.local_shape(tuple(global_shape), placements, tuple(mesh_shape), coordinate), ()
 
-    _utils._compute_local_shape_and_global_offset = compute
+    _replace_everywhere("_compute_local_shape_and_global_offset", stock, compute)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -376,7 +350,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def new_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> DTensor:
     """A DTensor around `local` itself, as torch's own op rules build it: no autograd between the two."""
-    return DTensor(local, spec, requires_grad=requires_grad)
+    return _DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-any-return]
 
 
 # --- distribute_tensor
@@ -405,6 +379,22 @@ def _lead(
     if seams.any_ragged(placements):
         return seams.distribute(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     return stock(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+
+
+def _install_random_factories() -> None:
+    """`torch.distributed.tensor.rand` and `randn` would draw from the state of each rank."""
+    stock = _api._dtensor_init_helper
+    fill = {torch.rand: torch.Tensor.uniform_, torch.randn: torch.Tensor.normal_}
+
+    @functools.wraps(stock)
+    def init(init_op: Any, size: torch.Size, *args: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
+        placements = args[1] if len(args) > 1 else kwargs.get("placements")
+        if init_op not in fill or not seams.any_ragged(placements):
+            return stock(init_op, size, *args, requires_grad=requires_grad, **kwargs)  # type: ignore[no-any-return]
+        empty: DTensor = stock(torch.empty, size, *args, requires_grad=False, **kwargs)
+        return fill[init_op](empty).requires_grad_(requires_grad)  # type: ignore[return-value]
+
+    _api._dtensor_init_helper = init
 
 
 # --- checkpoints
@@ -440,7 +430,7 @@ def all_gather(flat: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def reduce_scatter(flat: torch.Tensor, reduce_op: str, group: Any) -> torch.Tensor:
-    return _reduce_scatter(flat, reduce_op, 0, group)
+    return _reduce_scatter(flat, reduce_op, 0, group)  # type: ignore[no-any-return]
 
 
 def broadcast_(tensor: torch.Tensor, source: int, group: Any) -> None:
@@ -469,7 +459,7 @@ def partition_partial(placement: Placement, local: torch.Tensor, mesh: Any, axis
 
 def redistribute(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     """torch's function, or ours where a placement is ragged."""
-    return _redistribute.redistribute_local_tensor(local, current, target)  # type: ignore[no-any-return]
+    return _redistribute.redistribute_local_tensor(local, current, target)
 
 
 def check_partials(*placements: Sequence[Placement]) -> None:
@@ -498,7 +488,7 @@ def with_stride_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 def split(flat: torch.Tensor, numels: Sequence[int]) -> Sequence[torch.Tensor]:
     """`Tensor.split` by sizes, whose Python wrapper is untyped."""
-    return torch.functional.split(flat, list(numels))  # type: ignore[no-any-return]
+    return torch.functional.split(flat, list(numels))
 
 
 def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:

@@ -70,13 +70,13 @@ class Axis:
         for rank, part in enumerate(parts):
             if part.numel():
                 self._broadcast_(part, rank)
-        return funcol.wait_tensor(whole)  # type: ignore[no-any-return]
+        return funcol.wait_tensor(whole)  # type: ignore[no-any-return, no-untyped-call]
 
     def broadcast(self, flat: torch.Tensor, source: int, numel: int) -> torch.Tensor:
         """The `numel` elements of rank `source` of the axis, in new memory on every rank."""
         whole = flat.clone() if self.rank == source else flat.new_empty(numel)
         self._broadcast_(whole, source)
-        return funcol.wait_tensor(whole)  # type: ignore[no-any-return]
+        return funcol.wait_tensor(whole)  # type: ignore[no-any-return, no-untyped-call]
 
     def _broadcast_(self, flat: torch.Tensor, source: int) -> None:
         _torch.broadcast_(_as_wire(flat), source, self.mesh.get_group(self.axis))
