@@ -2,9 +2,9 @@
 
 Reading order; a file imports only what stands before it:
 
-    errors _torch policy packing tiling block_format spec layout plan planner testing shapes wishes model_plan advisor
-    picture mesh managed buffer traffic transfer shards gradients group nested state module fully_shard grad_clip
-    optim report demo cli
+    errors _torch policy packing tiling block_format hookspecs constraints plugins spec layout plan planner testing
+    shapes wishes model_plan advisor picture mesh managed buffer traffic transfer shards gradients group nested
+    state module fully_shard grad_clip optim report demo cli
 
 Importing changes nothing in torch.
 """

@@ -16,8 +16,9 @@ class ParamPolicy:
     """Wishes for one parameter; `fully_shard(..., param_policy=fn)` calls fn(fqn, param) -> ParamPolicy or None.
 
     `format` is the block format that the parameter is gathered in, `state_format` the one that its optimizer state is
-    kept in, `optimizer` the name of the optimizer that will update it: names that plugins registered. `granularity` is a
-    number of elements that may not be cut, or the name "rows" or "whole". All wishes combine by least common multiple.
+    kept in, `optimizer` the name of the optimizer that will update it: names that plugins registered. `granularity` is
+    a number of elements that may not be cut, or a constraint: "rows:16", "blocks:128x128", "whole". All wishes combine
+    by least common multiple.
     """
 
     format: str | None = None
@@ -30,5 +31,6 @@ class ParamPolicy:
             value = getattr(self, field)
             if value is not None and (not isinstance(value, str) or not value):
                 raise PlanError(f"ParamPolicy.{field} is the name of a registered plugin or None, got {value!r}")
-        if isinstance(self.granularity, int) and self.granularity < 1:
-            raise PlanError(f"ParamPolicy.granularity counts elements and is at least 1, got {self.granularity}")
+        wish = self.granularity
+        if (isinstance(wish, int) and wish < 1) or wish == "":
+            raise PlanError(f"ParamPolicy.granularity is a number of elements >= 1, a constraint or None, got {wish!r}")

@@ -22,7 +22,9 @@ from typing import Literal
 
 from ragged_dtensor.granularity import Granularity
 
-from .errors import VescaleError
+from .errors import PluginError, VescaleError
+from .plugins import granularity_of, registry
+from .policy import ParamPolicy
 from .shapes import ModelShapes, ShapeGroup, merge_equal
 from .spec import ParamSpec
 from .tiling import Tiling
@@ -114,7 +116,12 @@ def _parse_block(value: str) -> Callable[[ParamSpec], Granularity]:
 
 
 def _parse_format(value: str) -> Callable[[ParamSpec], Granularity]:
-    raise WishError(f"--format {value}: unknown format; no format is registered")
+    try:
+        registry().format(value)
+    except PluginError as error:
+        raise WishError(f"--format {value}: {error}") from None
+    policy = ParamPolicy(format=value)
+    return lambda spec: granularity_of(spec.fqn, spec.shape, policy)
 
 
 def _whole_number(kind: Kind, value: str, text: str) -> int:
