@@ -65,7 +65,8 @@ def stands_before(name: str, path: Path, package: Path) -> bool:
     for theirs, mine in zip(target[1:], here[1:], strict=False):
         if theirs != mine:
             order = reading_order(folder) or []
-            return {theirs, mine} <= set(order) and order.index(theirs) < order.index(mine)
+            # Files that are not listed have a test of their own.
+            return not {theirs, mine} <= set(order) or order.index(theirs) < order.index(mine)
         folder /= mine
     # Its own submodule: a package's `__init__` comes after its files. Anything else is the package itself.
     return path.name == "__init__.py" and len(target) > len(here) and target[len(here)] in members(folder)
