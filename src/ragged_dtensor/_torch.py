@@ -52,6 +52,7 @@ def register() -> None:
     _install_distribute_seam()
     _install_random_factories()
     _install_checkpoint_seams()
+    _install_full_state_seam()
     torch.serialization.add_safe_globals(list(seams.safe_globals))
 
 
@@ -416,6 +417,27 @@ def _install_checkpoint_seams() -> None:
     lead("__create_chunk_list__", lambda self: seams.chunk_list(self))
     lead("__get_tensor_shard__", lambda self, index: seams.tensor_shard(self, index))
 
+
+
+def _install_full_state_seam() -> None:
+    """Full state dicts broadcast from rank 0 are sliced by one box per rank, which a ragged shard is not."""
+    # Private since torch 2.3; `torch.distributed.checkpoint.state_dict` goes through it.
+    from torch.distributed import _state_dict_utils
+
+    stock = _state_dict_utils._distribute_tensors
+
+    @functools.wraps(stock)
+    def distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
+        others = []
+        for key in keys:
+            found = local_state_dict.get(key)
+            if isinstance(found, tuple) and seams.any_ragged(found[0].placements):
+                local_state_dict[key] = seams.place_full(*found)
+            else:
+                others.append(key)
+        stock(local_state_dict, others, *args, **kwargs)
+
+    _state_dict_utils._distribute_tensors = distribute_tensors
 
 # --- collectives
 
