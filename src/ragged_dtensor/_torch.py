@@ -418,7 +418,6 @@ def _install_checkpoint_seams() -> None:
     lead("__get_tensor_shard__", lambda self, index: seams.tensor_shard(self, index))
 
 
-
 def _install_full_state_seam() -> None:
     """Full state dicts broadcast from rank 0 are sliced by one box per rank, which a ragged shard is not."""
     # Private since torch 2.3; `torch.distributed.checkpoint.state_dict` goes through it.
@@ -438,6 +437,7 @@ def _install_full_state_seam() -> None:
         stock(local_state_dict, others, *args, **kwargs)
 
     _state_dict_utils._distribute_tensors = distribute_tensors
+
 
 # --- collectives
 

@@ -1,31 +1,100 @@
-"""Distributed checkpoints of ragged tensors: each rank writes and reads the boxes of its piece."""
+"""Distributed checkpoints of ragged tensors: each rank writes and reads the boxes of its piece.
+
+A shard that begins and ends inside a row is up to 2 * ndim - 1 boxes. (3, 4) cut flat into 5 + 7 elements:
+
+    rank 0 writes   (0, 0)+(1, 4)   (1, 0)+(1, 1)
+    rank 1 writes   (1, 1)+(1, 3)   (2, 0)+(1, 4)
+
+Boxes say where they lie in the full tensor, so that any other cut, world size or placement can read them. Planning and
+writing need no collective of ours. Replicas write the same boxes under the same names, of which DCP keeps one each.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial
 
 from ragged_dtensor import _torch
 from ragged_dtensor.errors import RaggedShardError
+from ragged_dtensor.layout import Box
+from ragged_dtensor.op_call import is_participating
+from ragged_dtensor.ownership import local_piece
+from ragged_dtensor.slicing import local_part
 
 
 def write_items(dtensor: DTensor, fqn: str) -> list[Any]:
-    """One WriteItem per box of this rank's piece (`ownership.local_piece(...).boxes()`)."""
-    raise RaggedShardError(f"{fqn}: checkpoints of {dtensor.placements} are not supported. Redistribute first.")
+    """One WriteItem per box of this rank's piece."""
+    local = dtensor._local_tensor
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, torch.Size(box.offsets)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=_chunk(box), properties=TensorProperties.create_from_tensor(local), size=dtensor.size()
+            ),
+        )
+        for box in boxes_of(dtensor, fqn)
+    ]
 
 
 def chunk_list(dtensor: DTensor) -> list[Any]:
-    """One ChunkStorageMetadata per box of this rank's piece; empty pieces give no chunk."""
-    raise RaggedShardError(f"Checkpoints of {dtensor.placements} are not supported. Redistribute first.")
+    """One ChunkStorageMetadata per box of this rank's piece."""
+    return [_chunk(box) for box in boxes_of(dtensor)]
 
 
 def tensor_shard(dtensor: DTensor, index: Any) -> torch.Tensor:
-    """The part of the local tensor that `index` (a MetadataIndex with the offset of one box) names, as a view."""
-    raise RaggedShardError(f"Checkpoints of {dtensor.placements} are not supported. Redistribute first.")
+    """The box that begins where `index` (a MetadataIndex) says, as a view: loading writes into it."""
+    local = dtensor._local_tensor
+    if not local.is_contiguous():
+        raise RaggedShardError(
+            f"{index.fqn}: the local tensor of shape {tuple(local.shape)} and stride {local.stride()} is not "
+            "contiguous, so its boxes are no views of it. Make it contiguous first."
+        )
+    for box in boxes_of(dtensor, index.fqn):
+        if index.offset is None or tuple(index.offset) == box.offsets:
+            return local.view(-1)[box.start : box.start + box.numel].view(box.sizes)
+    raise RaggedShardError(
+        f"{index.fqn}: this rank has no box at {index.offset}, only those at "
+        f"{[box.offsets for box in boxes_of(dtensor)]} of {list(dtensor.placements)}."
+    )
+
+
+def boxes_of(dtensor: DTensor, fqn: str = "tensor") -> tuple[Box, ...]:
+    """This rank's boxes. A tensor without elements is one empty box on every rank, so that its name is not lost."""
+    if any(isinstance(placement, Partial) for placement in dtensor.placements):
+        raise RaggedShardError(
+            f"{fqn}: placed as {list(dtensor.placements)}, it is still to be reduced. Redistribute before saving."
+        )
+    shape = tuple(dtensor.shape)
+    if not is_participating(dtensor.device_mesh):
+        return ()
+    if not dtensor.numel():
+        return (Box((0,) * len(shape), shape, 0),)
+    return local_piece(shape, dtensor.placements, dtensor.device_mesh).boxes()
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+def place_full(dtensor: DTensor, full: torch.Tensor) -> DTensor:
+    """`dtensor` with the values of a full tensor that this rank holds; a new one if it is on the meta device."""
+    if tuple(full.shape) != tuple(dtensor.shape):
+        raise RaggedShardError(f"Expected a full tensor of shape {tuple(dtensor.shape)}, got {tuple(full.shape)}.")
+    part = local_part(full.detach(), dtensor.device_mesh, tuple(dtensor.placements))
+    if dtensor.is_meta:
+        # A clone: what stays must not keep the full tensor alive.
+        return _torch.new_dtensor(part.clone(), dtensor._spec, requires_grad=False)
+    dtensor._local_tensor.detach().copy_(part)
+    return dtensor
 
 
 _torch.seams.write_items = write_items
 _torch.seams.chunk_list = chunk_list
 _torch.seams.tensor_shard = tensor_shard
+_torch.seams.place_full = place_full

@@ -29,6 +29,7 @@ class Seams:
         anything else: the op's result
     safe_globals: what `torch.load(weights_only=True)` may call to rebuild a placement
     write_items(dtensor, fqn), chunk_list(dtensor), tensor_shard(dtensor, index): DCP's three questions
+    place_full(dtensor, full) -> the DTensor with the values of a full tensor that every rank holds
     """
 
     is_ragged: Callable[[object], bool] = lambda placement: False
@@ -40,6 +41,7 @@ class Seams:
     write_items: Callable[..., list[Any]] = _unfilled
     chunk_list: Callable[..., list[Any]] = _unfilled
     tensor_shard: Callable[..., torch.Tensor] = _unfilled
+    place_full: Callable[..., DTensor] = _unfilled
     safe_globals: tuple[Any, ...] = ()
 
     def any_ragged(self, placements: Sequence[object] | None) -> bool:
