@@ -125,7 +125,8 @@ def merge_layers(shapes: ModelShapes, layers: int) -> ModelShapes:
 
 def _merged(copies: Sequence[ShapeGroup]) -> ShapeGroup:
     name = copies[0].prefixes[0] if len(copies) == 1 else f"{copies[0].prefixes[0]}..{copies[-1].prefixes[0]}"
-    return ShapeGroup((name,), tuple(spec for copy in copies for spec in copy.specs))
+    bits = {bits for copy in copies for bits in copy.code_bits}
+    return ShapeGroup((name,), tuple(spec for copy in copies for spec in copy.specs), tuple(sorted(bits)))
 
 
 def _split(plan: ModelPlan, replicas: int, bytes_of_state: int) -> Split:

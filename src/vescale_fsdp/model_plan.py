@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .plan import GroupPlan, Plan
-from .planner import make_plan
+from .planner import plan_group
 from .shapes import ModelShapes, ShapeGroup
 
 __all__ = ["ModelPlan", "PlannedGroup", "plan_model"]
@@ -103,11 +103,13 @@ class ModelPlan:
 
 def plan_model(shapes: ModelShapes, num_ranks: int, *, max_lanes: int | None = None) -> ModelPlan:
     """Plan one copy of every group."""
-    named = [(group.prefixes[0], group.specs) for group in shapes.groups]
     begin = time.perf_counter()
-    plan = make_plan(named, num_ranks, max_lanes=max_lanes)
+    plans = [
+        plan_group(g.specs, num_ranks, name=g.prefixes[0], unit=g.unit, align=g.unit, max_lanes=max_lanes)
+        for g in shapes.groups
+    ]
     seconds = time.perf_counter() - begin
-    return ModelPlan(shapes, num_ranks, tuple(map(PlannedGroup, shapes.groups, plan.groups)), seconds)
+    return ModelPlan(shapes, num_ranks, tuple(map(PlannedGroup, shapes.groups, plans)), seconds)
 
 
 def _group_value(group: PlannedGroup) -> dict[str, object]:

@@ -46,6 +46,7 @@ class Wish:
     pattern: str
     value: str
     asks: Callable[[ParamSpec], Granularity]
+    code_bits: tuple[int, ...] = ()
 
     def covers(self, spec: ParamSpec) -> bool:
         if self.pattern == "*":
@@ -61,7 +62,8 @@ def parse_wish(kind: Kind, text: str) -> Wish:
     pattern, equals, value = text.rpartition("=")
     if equals and not pattern:
         raise WishError(f"--{kind} {text}: expected VALUE or PATTERN=VALUE, got an empty pattern")
-    return Wish(kind, pattern or "*", value, _PARSERS[kind](value))
+    bits = (registry().format(value).bits,) if kind == "format" and value in registry().formats else ()
+    return Wish(kind, pattern or "*", value, _PARSERS[kind](value), bits)
 
 
 def grant(shapes: ModelShapes, wishes: Sequence[Wish]) -> ModelShapes:
@@ -76,15 +78,14 @@ def grant(shapes: ModelShapes, wishes: Sequence[Wish]) -> ModelShapes:
 
 
 def _granted(group: ShapeGroup, wishes: Sequence[Wish]) -> ShapeGroup:
-    return replace(group, specs=tuple(_wished(spec, wishes) for spec in group.specs))
-
-
-def _wished(spec: ParamSpec, wishes: Sequence[Wish]) -> ParamSpec:
-    last = {wish.kind: wish for wish in wishes if wish.covers(spec)}
-    granularity = spec.granularity
-    for wish in last.values():
-        granularity = granularity & wish.asks(spec)
-    return replace(spec, granularity=granularity)
+    specs, bits = [], set(group.code_bits)
+    for spec in group.specs:
+        granularity = spec.granularity
+        for wish in {wish.kind: wish for wish in wishes if wish.covers(spec)}.values():  # the last of each kind
+            granularity = granularity & wish.asks(spec)
+            bits.update(wish.code_bits)
+        specs.append(replace(spec, granularity=granularity))
+    return replace(group, specs=tuple(specs), code_bits=tuple(sorted(bits)))
 
 
 def _refuse_unused(wishes: Sequence[Wish], fqns: Sequence[str]) -> None:

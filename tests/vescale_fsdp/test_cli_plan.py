@@ -125,7 +125,7 @@ LLAMA = MODELS / "llama3-8b.json"
         (("plan", LLAMA), "Missing option '--ranks'"),
         (("plan", LLAMA, "--ranks", 8, "--rows", "x"), "--rows x: expected a whole number >= 1"),
         (("plan", LLAMA, "--ranks", 8, "--block", "128"), "--block 128: expected NxM"),
-        (("plan", LLAMA, "--ranks", 8, "--format", "fp9"), "--format fp9: unknown format"),
+        (("plan", LLAMA, "--ranks", 8, "--format", "fp9"), "--format fp9: no block format is named 'fp9'; there are"),
         (("plan", LLAMA, "--ranks", 8, "--max-lanes", 4), "--max-lanes: expected 1, 2 or 3, got 4"),
         (("plan", LLAMA, "--ranks", 8, "--dtype", "float9"), "unknown dtype 'float9'"),
         (("plan", LLAMA, "--ranks", 8, "--json", "no/such/folder/a.json"), "no/such/folder/a.json: No such file"),

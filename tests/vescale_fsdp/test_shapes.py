@@ -107,6 +107,25 @@ def test_copies_are_numbered_on_and_leave_out_the_numbers_that_other_groups_star
     ]
 
 
+def test_groups_that_start_with_one_block_share_its_numbers(tmp_path: Path) -> None:
+    groups = [{"count": 3, "params": [["layers.0.attn.w", [4]]]}, {"count": 3, "params": [["layers.0.mlp.w", [6]]]}]
+    shapes = read_shapes(str(write_json(tmp_path / "m.json", {"version": 1, "groups": groups})))
+    assert [group.prefixes for group in shapes.groups] == [("layers.0", "layers.1", "layers.2")] * 2
+
+
+def test_blocks_of_two_kinds_in_turn_come_back_as_they_were(tmp_path: Path) -> None:
+    specs = [ParamSpec(f"layers.{at}.w", (1 + at % 2,), "bfloat16") for at in range(6)]
+    specs += [ParamSpec(f"layers.{at}.w", (1,), "bfloat16") for at in (7, 8)]
+    shapes = ModelShapes("m", "m", group_by_block(specs))
+    (tmp_path / "m.json").write_text(to_json(shapes))
+    again = read_shapes(str(tmp_path / "m.json"))
+    assert again.groups == shapes.groups
+    assert [group.name for group in again.groups] == [
+        "layers.0, layers.2, layers.4, layers.7-8",
+        "layers.1, layers.3, layers.5",
+    ]
+
+
 def test_every_copy_has_its_own_names() -> None:
     shapes = from_module(Tiny())
     assert [spec.fqn for spec in shapes.specs] == [name for name, _ in Tiny().named_parameters()]
@@ -152,6 +171,7 @@ BAD_JSON: list[tuple[str, object, str]] = [
         tiny_json(groups=[{"count": 10**12, "params": [["w", [1]]]}]),
         r"groups\[0\].count: .* to 100000",
     ),
+    ("step 0", tiny_json(groups=[{"step": 0, "params": [["w", [1]]]}]), r"groups\[0\].step: .* got 0"),
     ("no shape", tiny_json(groups=[{"params": [["w"]]}]), r"params\[0\]: expected \[fqn, shape\], got \['w'\]"),
     ("no name", tiny_json(groups=[{"params": [["", [1]]]}]), r"params\[0\]: expected the parameter's name"),
     ("negative", tiny_json(groups=[{"params": [["w", [4, -1]]]}]), r"\(w\): shape: .* >= 0, got \[4, -1\]"),

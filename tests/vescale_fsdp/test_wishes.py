@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
 
+import pytest
+import torch
+
+from vescale_fsdp.hookspecs import hookimpl
+from vescale_fsdp.model_plan import plan_model
+from vescale_fsdp.plugins import register, unregister
 from vescale_fsdp.shapes import ModelShapes, ShapeGroup
 from vescale_fsdp.spec import ParamSpec
 from vescale_fsdp.wishes import Kind, WishError, grant, parse_wish
@@ -88,7 +94,7 @@ def test_reasons_say_which_option_asked() -> None:
         ("block", "128", "--block 128: expected NxM, such as 128x128"),
         ("block", "128x", "--block 128x: expected a whole number >= 1, got ''"),
         ("block", "128x-1", "--block 128x-1: expected a whole number >= 1, got '-1'"),
-        ("format", "no_such_format", "--format no_such_format: unknown format"),
+        ("format", "no_such_format", "--format no_such_format: no block format is named"),
     ],
 )
 def test_a_wish_that_means_nothing_is_refused(kind: Kind, text: str, message: str) -> None:
@@ -99,3 +105,39 @@ def test_a_wish_that_means_nothing_is_refused(kind: Kind, text: str, message: st
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(WishError, match=r"--rows layer\.\*=2: matches no parameter; their names are like layers\.1\.w"):
         grant(two_layers(), [parse_wish("rows", "layer.*=2")])
+
+
+class FourBits:
+    """Codes of 4 bits in blocks of 32: shares of 16 bytes are 32 elements."""
+
+    name, block_shape, bits, scale_dtype = "four", (32,), 4, torch.float32
+
+    def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class FourBitsPlugin:
+    @hookimpl
+    def vescale_block_formats(self) -> list[FourBits]:
+        return [FourBits()]
+
+
+@pytest.fixture
+def four_bits() -> Iterator[None]:
+    plugin = FourBitsPlugin()
+    register(plugin)
+    yield
+    unregister(plugin)
+
+
+@pytest.mark.usefixtures("four_bits")
+def test_a_format_asks_for_its_blocks_and_for_shares_that_its_codes_align() -> None:
+    shapes = grant(two_layers(), [parse_wish("format", "layers.0.*=four")])
+    assert [(g.name, g.unit, g.specs[0].granularity.numel) for g in shapes.groups] == [
+        ("layers.0", 32, 32),
+        ("layers.1", 4, 1),
+    ]
+    assert plan_model(shapes, 2).groups[0].plan.share == 32  # 24 elements on 2 ranks

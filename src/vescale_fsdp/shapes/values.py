@@ -8,13 +8,14 @@ are one `ShapeGroup` with several prefixes:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ..errors import VescaleError
-from ..spec import ParamSpec
+from ..spec import ParamSpec, alignment
 
 __all__ = ["ModelShapes", "ShapeError", "ShapeGroup", "group_by_block", "merge_equal"]
 
@@ -27,10 +28,14 @@ class ShapeError(VescaleError):
 
 @dataclass(frozen=True)
 class ShapeGroup:
-    """One communication group and its copies: `specs` are the first copy's, `prefixes` say where each copy lives."""
+    """One communication group and its copies: `specs` are the first copy's, `prefixes` say where each copy lives.
+
+    `code_bits` are the sizes of the codes that block formats store beside the parameters' own dtype.
+    """
 
     prefixes: tuple[str, ...]
     specs: tuple[ParamSpec, ...]
+    code_bits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prefixes:
@@ -46,6 +51,12 @@ class ShapeGroup:
         return sum(spec.numel for spec in self.specs)
 
     @property
+    def unit(self) -> int:
+        """Elements that shares are multiples of: 16 bytes in everything that is stored."""
+        codes = (128 // math.gcd(128, bits) for bits in self.code_bits)
+        return math.lcm(alignment({spec.dtype for spec in self.specs}), *codes)
+
+    @property
     def name(self) -> str:
         """`layers.0`, or `layers.0-2, layers.5` for the copies 0, 1, 2 and 5."""
         return ", ".join(_ranges(self.prefixes))
@@ -55,7 +66,7 @@ class ShapeGroup:
         first = self.prefixes[0]
         for prefix in self.prefixes:
             specs = tuple(replace(spec, fqn=_moved(spec.fqn, first, prefix)) for spec in self.specs)
-            yield ShapeGroup((prefix,), specs)
+            yield replace(self, prefixes=(prefix,), specs=specs)
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,8 @@ def merge_equal(groups: Iterable[ShapeGroup]) -> tuple[ShapeGroup, ...]:
     merged: dict[object, ShapeGroup] = {}
     for group in groups:
         first = group.prefixes[0]
-        key = tuple((_relative(s.fqn, first), s.shape, s.dtype, s.granularity) for s in group.specs)
+        tensors = tuple((_relative(s.fqn, first), s.shape, s.dtype, s.granularity) for s in group.specs)
+        key = (tensors, group.code_bits)
         known = merged.get(key)
         merged[key] = group if known is None else replace(known, prefixes=known.prefixes + group.prefixes)
     return tuple(merged.values())
