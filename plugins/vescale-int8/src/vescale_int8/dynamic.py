@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-__all__ = ["Dynamic8", "dynamic_map"]
+__all__ = ["Dynamic8", "dynamic_map", "nearest_codes"]
 
 _LEAST_MAGNITUDE = 1e-12
 _DECADES = 7
@@ -34,7 +34,7 @@ class Dynamic8:
         scales = blocks.abs().amax(dim=1, keepdim=True).clamp(min=_LEAST_MAGNITUDE)
         finite = scales.isfinite()
         ratios = torch.where(finite, blocks / scales, 0.0)
-        codes = _nearest(ratios, self.signed)
+        codes = nearest_codes(ratios, self.signed)
         return codes, torch.where(finite, scales, torch.nan).squeeze(1)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
     return tuple(values)
 
 
-def _nearest(ratios: torch.Tensor, signed: bool) -> torch.Tensor:
+def nearest_codes(ratios: torch.Tensor, signed: bool) -> torch.Tensor:
     """Codes of values in [-1, 1], without a search: the upper half of a float32's bits leaves two codes to choose."""
     tables = _tables(signed, ratios.device)
     lower = tables.lowest_code[(ratios.view(torch.int32) >> 16) + (1 << 15)]

@@ -1,0 +1,141 @@
+"""Optimizer state in a block format: uint8 codes cut as the parameter is, one scale per block, both DTensors.
+
+A parameter of 96 rows of 64 over 2 ranks, in 32x32 blocks, cut after 32 rows:
+
+    parameter   (96, 64) RaggedShard((0,), (1, 2))       rank 0: 32 rows       rank 1: 64 rows
+    codes       (96, 64) RaggedShard((0,), (1, 2))       as the parameter
+    scales      (6,)     RaggedShard((0,), (1, 2))       rank 0: 2 scales      rank 1: 4 scales
+
+Whether a parameter has such a state depends on its global shape; where it is cut is checked for all ranks on each, so
+that all raise or none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from ragged_dtensor import RaggedShard, StridedRaggedShard, Units
+from vescale_fsdp.block_format import BlockFormat, encode
+from vescale_fsdp.errors import VescaleError
+from vescale_fsdp.layout import Span
+from vescale_fsdp.tiling import Tiling
+
+__all__ = ["BlockedParam", "Chunk"]
+
+CHUNK_NUMEL = 1 << 18
+"""Elements that are decoded at a time: what a step needs beyond its state stays small, and near in cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of a rank's elements, and the run of its blocks that holds them."""
+
+    elements: Span
+    blocks: Span
+
+
+@dataclass(frozen=True, eq=False)
+class BlockedParam:
+    """One parameter whose state is kept in blocks of one shape.
+
+    param: plain, or a DTensor that one mesh axis at most cuts, with RaggedShard.
+    """
+
+    name: str
+    param: Tensor
+    block: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self._sharding is not None:
+            self._check_cuts(self._sharding[1])
+
+    @property
+    def tiling(self) -> Tiling:
+        return Tiling(self.block, tuple(self.param.shape))
+
+    @property
+    def numel(self) -> int:
+        """Of this rank."""
+        return self.param.to_local().numel() if isinstance(self.param, DTensor) else self.param.numel()
+
+    def new_state(self, format: BlockFormat) -> tuple[Tensor, Tensor]:
+        """Codes and scales of zeros."""
+        local = self.param.to_local() if isinstance(self.param, DTensor) else self.param
+        tiling = self.tiling
+        codes = torch.empty(local.shape, dtype=torch.uint8, device=local.device)
+        scales = torch.empty(tiling.count(local.numel()), dtype=format.scale_dtype, device=local.device)
+        for chunk in self.chunks():
+            self.store(format, torch.zeros(len(chunk.elements), device=local.device), codes, scales, chunk)
+        if not isinstance(self.param, DTensor):
+            return codes, scales
+        whole = tiling.num_blocks
+        return self._place(codes, self.param.placements), self._place(scales, self._scale_placements(), (whole,))
+
+    def store(self, format: BlockFormat, values: Tensor, codes: Tensor, scales: Tensor, chunk: Chunk) -> None:
+        """Encode the values of a chunk into local `codes` and `scales`."""
+        encoded = encode(format, values, tuple(self.param.shape))
+        codes.view(-1)[chunk.elements.begin : chunk.elements.end] = encoded.payload
+        scales[chunk.blocks.begin : chunk.blocks.end] = encoded.scales
+
+    def chunks(self) -> Iterator[Chunk]:
+        """This rank's elements in runs of whole blocks."""
+        tiling, numel = self.tiling, self.numel
+        step = max(CHUNK_NUMEL // tiling.granularity, 1) * tiling.granularity
+        block = 0
+        for begin in range(0, numel, step):
+            end = min(begin + step, numel)
+            count = tiling.count(end - begin)
+            yield Chunk(Span(begin, end), Span(block, block + count))
+            block += count
+
+    @property
+    def _sharding(self) -> tuple[int, RaggedShard] | None:
+        """The mesh axis that cuts the parameter, and how; None if every rank has all of it."""
+        if not isinstance(self.param, DTensor):
+            return None
+        cuts = [(axis, each) for axis, each in enumerate(self.param.placements) if not each.is_replicate()]
+        if not cuts:
+            return None
+        if len(cuts) > 1 or not isinstance(cuts[0][1], RaggedShard) or isinstance(cuts[0][1], StridedRaggedShard):
+            raise NotImplementedError(
+                f"{self.name}: state in blocks is built for one RaggedShard axis, got placements "
+                f"{self.param.placements}. Keep this parameter's state in float32 (state_format=None)."
+            )
+        return cuts[0][0], cuts[0][1]
+
+    def _check_cuts(self, shard: RaggedShard) -> None:
+        granularity, numel = self.tiling.granularity, self.param.numel()
+        begin = 0
+        for value, count in shard.local_units.runs:
+            piece = self._unit_numel(shard) * value
+            for cut in (begin, begin + piece if count > 1 else begin):
+                if cut % granularity and cut < numel:
+                    raise VescaleError(
+                        f"{self.name}: cut after {cut} elements, but blocks {self.block} may be cut every "
+                        f"{granularity}. Ask for whole blocks: fully_shard(..., param_policy=AdamW8bit.policy)."
+                    )
+            begin += piece * count
+
+    def _unit_numel(self, shard: RaggedShard) -> int:
+        return self.param.numel() // shard.local_units.total if self.param.numel() else 0
+
+    def _scale_placements(self) -> tuple[Placement, ...]:
+        assert isinstance(self.param, DTensor)
+        placements: list[Placement] = [Replicate()] * self.param.device_mesh.ndim
+        if self._sharding is not None:
+            axis, shard = self._sharding
+            unit, tiling = self._unit_numel(shard), self.tiling
+            runs = tuple((tiling.count(value * unit), count) for value, count in shard.local_units.runs)
+            placements[axis] = RaggedShard((0,), Units.from_runs(runs))
+        return tuple(placements)
+
+    def _place(self, local: Tensor, placements: tuple[Placement, ...], shape: tuple[int, ...] | None = None) -> Tensor:
+        assert isinstance(self.param, DTensor)
+        size = torch.Size(shape) if shape is not None else self.param.shape
+        stride = torch.empty(size, device="meta").stride()
+        return DTensor.from_local(local, self.param.device_mesh, placements, run_check=False, shape=size, stride=stride)
