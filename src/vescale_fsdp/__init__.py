@@ -2,8 +2,8 @@
 
 Reading order; a file imports only what stands before it:
 
-    errors _torch policy packing tiling block_format hookspecs constraints plugins spec layout plan planner testing
-    shapes wishes model_plan advisor picture mesh managed buffer traffic transfer shards gradients group nested
+    errors _torch policy packing tiling block_format hookspecs constraints plugins spec layout planes plan planner
+    testing shapes wishes model_plan advisor picture mesh managed buffer traffic transfer shards gradients group nested
     state module fully_shard grad_clip optim report demo cli
 
 Importing changes nothing in torch.
@@ -11,14 +11,17 @@ Importing changes nothing in torch.
 
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
+from .block_format import BlockFormat
 from .errors import VescaleError
 from .fully_shard import fully_shard
 from .grad_clip import clip_grad_norm_
+from .hookspecs import hookimpl
 from .module import FSDPModule, UnshardHandle
 from .policy import ParamPolicy
 from .report import explain, report, traffic
 
 __all__ = [
+    "BlockFormat",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
@@ -30,6 +33,7 @@ __all__ = [
     "clip_grad_norm_",
     "explain",
     "fully_shard",
+    "hookimpl",
     "report",
     "traffic",
 ]

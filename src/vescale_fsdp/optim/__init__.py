@@ -2,9 +2,10 @@
 
 Reading order; a file imports only what stands before it:
 
-    matrices orthogonalize owners holdings route passage terms lend adamw optimizer muon
+    matrices orthogonalize owners holdings route passage terms lend adamw blocks adamw8bit optimizer muon
 """
 
+from .adamw8bit import AdamW8bit
 from .lend import Lender, Replicas, Run, lend
 from .matrices import Matrix, matrices_of
 from .muon import Muon
@@ -12,6 +13,7 @@ from .optimizer import Borrowed, MatrixOptimizer, matrix_groups
 from .owners import Ownership, select_owners
 
 __all__ = [
+    "AdamW8bit",
     "Borrowed",
     "Lender",
     "Matrix",
