@@ -2,9 +2,10 @@
 
 Reading order; a file imports only what stands before it:
 
-    errors _torch policy packing tiling block_format hookspecs constraints plugins spec layout planes plan planner
-    testing shapes wishes model_plan advisor picture mesh managed buffer traffic transfer shards gradients group nested
-    state module fully_shard grad_clip optim report demo cli
+    errors _torch policy packing tiling block_format hookspecs constraints plugins spec layout planes plan
+    planner testing shapes wishes model_plan advisor picture mesh managed buffer streams traffic transfer shards
+    kept gradients reduction group nested state module forward_method comm_context fully_shard grad_clip optim
+    report demo cli
 
 Importing changes nothing in torch.
 """
@@ -12,7 +13,9 @@ Importing changes nothing in torch.
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 from .block_format import BlockFormat
+from .comm_context import share_comm_ctx
 from .errors import VescaleError
+from .forward_method import register_fsdp_forward_method
 from .fully_shard import fully_shard
 from .grad_clip import clip_grad_norm_
 from .hookspecs import hookimpl
@@ -34,6 +37,8 @@ __all__ = [
     "explain",
     "fully_shard",
     "hookimpl",
+    "register_fsdp_forward_method",
     "report",
+    "share_comm_ctx",
     "traffic",
 ]

@@ -39,17 +39,21 @@ __all__ = [
     "foreach_norm",
     "in_backward",
     "is_replicated_by_torch",
+    "is_torchs_comm",
     "local_of",
     "on_gradient",
     "post_accumulate_hooks",
     "premul_sum",
     "preserve_version",
+    "process_group_comms",
     "queue_after_backward",
     "reduce_scatter",
     "set_local",
     "spec_of",
     "state_of",
+    "symmetric_memory_comms",
     "tensor_hooks",
+    "twin_of",
     "with_dtype",
 ]
 
@@ -170,3 +174,39 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor | float) 
 def foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tensor]:
     """The norm of each tensor (1.9)."""
     return torch._foreach_norm(tuple(tensors), order)
+
+
+def twin_of(group: dist.ProcessGroup, made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """A second process group of the same ranks; `made` remembers those of one call."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if ranks not in made:
+        made[ranks] = cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True))
+    return made[ranks]
+
+
+def process_group_comms(group: dist.ProcessGroup, device: torch.device) -> tuple[AllGather, ReduceScatter]:
+    """Collectives in memory of the process group's own allocator (2.8: NCCL has one)."""
+    if not cast(Any, group)._get_backend(device).supports_tensor_alloc(device):
+        raise NotImplementedError(f"the {dist.get_backend(group)} backend has no allocator of its own for {device}")
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    gather: Any = collectives.ProcessGroupAllocAllGather(group)
+    reduce: Any = collectives.ProcessGroupAllocReduceScatter(group)
+    return gather, reduce
+
+
+def symmetric_memory_comms(
+    group: dist.ProcessGroup, device: torch.device, backend: Any
+) -> tuple[AllGather, ReduceScatter]:
+    """Collectives in symmetric memory (2.11, CUDA alone)."""
+    if device.type != "cuda":
+        raise NotImplementedError(f"the {dist.get_backend(group)} backend has no symmetric memory on {device}")
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    gather: Any = collectives.SymmMemAllGather(group, backend)
+    reduce: Any = collectives.SymmMemReduceScatter(group, backend)
+    return gather, reduce
+
+
+def is_torchs_comm(comm: object) -> bool:
+    return type(comm).__module__.startswith("torch.")

@@ -30,11 +30,18 @@ class DBuffer:
         self, lane_numels: Sequence[int], pieces: Sequence[Span], *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.pieces = tuple(pieces)
+        self._lane_numels = tuple(lane_numels)
         with torch.inference_mode(False):  # a buffer made while serving must still train
-            self.flat = torch.empty(sum(lane_numels), dtype=dtype, device=device)
-        starts = accumulate(lane_numels, initial=0)
-        self.lanes = tuple(self.flat.narrow(0, start, numel) for start, numel in zip(starts, lane_numels, strict=False))
-        self.nbytes = self.flat.numel() * self.flat.itemsize
+            self.replace(torch.empty(sum(lane_numels), dtype=dtype, device=device))
+
+    def replace(self, flat: torch.Tensor) -> None:
+        """Use the memory of `flat` from now on."""
+        self.flat = flat
+        starts = accumulate(self._lane_numels, initial=0)
+        self.lanes = tuple(
+            flat.narrow(0, start, numel) for start, numel in zip(starts, self._lane_numels, strict=False)
+        )
+        self.nbytes = flat.numel() * flat.itemsize
         self._gaps: tuple[torch.Tensor, ...] | None = None
 
     @classmethod

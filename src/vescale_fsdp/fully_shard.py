@@ -15,10 +15,12 @@ from .group import ParamGroup
 from .managed import ManagedParam, check_param, find_buffers, find_managed
 from .mesh import DataMesh, default_mesh
 from .module import FSDPModule
+from .plan import GroupPlan
 from .planner import plan_group
-from .policy import MixedPrecisionPolicy, OffloadPolicy, ParamPolicy
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ParamPolicy
 from .spec import ParamSpec, alignment
 from .state import ModuleState, find_state
+from .streams import streams_of
 
 __all__ = ["fully_shard"]
 
@@ -79,38 +81,41 @@ def fully_shard(
     param_policy: fn(fqn, param) -> ParamPolicy or None: what may not be cut, block formats, optimizers.
     max_lanes: how many flat buffers a group may use; None decides by what they save.
     """
-    _refuse_unbuilt(shard_placement_fn, offload_policy, dp_mesh_dims, param_policy, reshard_after_forward)
+    _refuse_unbuilt(shard_placement_fn, dp_mesh_dims, param_policy)
     modules = _modules_of(module)
     data_mesh = DataMesh.of(mesh if mesh is not None else default_mesh())
     managed = find_managed(modules, ignored_params or ())
     for each in managed:
         check_param(each, data_mesh.device)
-    _move_buffers(modules, data_mesh.device)
-    reshard = True if reshard_after_forward is None else reshard_after_forward
-    groups = [_make_group(members, modules, data_mesh, mp_policy, reshard, max_lanes) for members in _split(managed)]
-    ModuleState(modules, groups, mp_policy=mp_policy, reshard_is_automatic=reshard_after_forward is None)
+    _move_to_device(modules, managed, data_mesh.device)
+    reshard = _reshard_after_forward(reshard_after_forward, data_mesh)
+    pin = offload_policy.pin_memory if isinstance(offload_policy, CPUOffloadPolicy) else None
+    groups = [
+        ParamGroup(
+            members,
+            modules,
+            _plan(members, data_mesh, mp_policy, max_lanes),
+            data_mesh,
+            mp_policy=mp_policy,
+            reshard_after_forward=reshard,
+            offload_pin=pin,
+        )
+        for members in _split(managed)
+    ]
+    state = ModuleState(modules, groups, mp_policy=mp_policy, reshard_is_automatic=reshard_after_forward is None)
+    state.schedule.streams = streams_of(data_mesh.device)
     for each_module in modules:
         _wrap_class(each_module)
     return module
 
 
-def _refuse_unbuilt(
-    shard_placement_fn: object,
-    offload_policy: OffloadPolicy,
-    dp_mesh_dims: object,
-    param_policy: object,
-    reshard: object,
-) -> None:
+def _refuse_unbuilt(shard_placement_fn: object, dp_mesh_dims: object, param_policy: object) -> None:
     if shard_placement_fn is not None:
         raise NotImplementedError("shard_placement_fn: placement per parameter is not built yet")
-    if type(offload_policy) is not OffloadPolicy:
-        raise NotImplementedError(f"offload_policy={offload_policy}: offloading is not built yet")
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: named data-parallel axes are not built yet")
     if param_policy is not None:
         raise NotImplementedError("param_policy: wishes per parameter are not built yet")
-    if reshard is not None and not isinstance(reshard, bool):
-        raise NotImplementedError(f"reshard_after_forward={reshard}: resharding to fewer ranks is not built yet")
 
 
 def _modules_of(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -125,10 +130,30 @@ def _modules_of(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...
     return modules
 
 
-def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    for buffer in find_buffers(modules):
-        if buffer.device != device and not buffer.is_meta:
-            buffer.data = buffer.to(device)
+def _reshard_after_forward(given: bool | int | None, mesh: DataMesh) -> bool | int:
+    """A number of ranks only if it lies between one and all of them."""
+    if given is None or isinstance(given, bool):
+        return given is not False
+    if given < 1 or given > mesh.num_ranks or mesh.num_ranks % given:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {mesh.num_ranks}, not {given}"
+        )
+    if given in (1, mesh.num_ranks):
+        return given != 1
+    mesh.regrouped(given)  # makes process groups, which all ranks must do now
+    return given
+
+
+def _move_to_device(modules: Sequence[nn.Module], managed: Sequence[ManagedParam], device: torch.device) -> None:
+    for tensor in [*find_buffers(modules), *(each.param for each in managed)]:
+        if tensor.device != device and not tensor.is_meta:
+            tensor.data = tensor.to(device)
+    on_meta = [each.fqn for each in managed if each.param.is_meta]
+    if 0 < len(on_meta) < len(managed):
+        raise VescaleError(
+            f"some parameters are on the meta device and others are not: {on_meta}. Shard them all on meta and call "
+            f"to_empty, or materialise these first."
+        )
 
 
 def _split(managed: Sequence[ManagedParam]) -> list[list[ManagedParam]]:
@@ -139,19 +164,13 @@ def _split(managed: Sequence[ManagedParam]) -> list[list[ManagedParam]]:
     return list(groups.values())
 
 
-def _make_group(
-    managed: Sequence[ManagedParam],
-    modules: tuple[nn.Module, ...],
-    mesh: DataMesh,
-    mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool | int,
-    max_lanes: int | None,
-) -> ParamGroup:
+def _plan(
+    managed: Sequence[ManagedParam], mesh: DataMesh, mp_policy: MixedPrecisionPolicy, max_lanes: int | None
+) -> GroupPlan:
     specs = [ParamSpec(each.fqn, tuple(each.param.shape), _name(each.param.dtype)) for each in managed]
     dtypes = {managed[0].param.dtype, mp_policy.param_dtype, mp_policy.reduce_dtype, torch.bfloat16}
     unit = alignment(_name(dtype) for dtype in dtypes if dtype is not None)
-    plan = plan_group(specs, mesh.num_ranks, unit=unit, align=unit, max_lanes=max_lanes)
-    return ParamGroup(managed, modules, plan, mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
+    return plan_group(specs, mesh.num_ranks, unit=unit, align=unit, max_lanes=max_lanes)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,7 +8,6 @@ import torch
 
 from .buffer import DBuffer
 from .layout import Layout
-from .traffic import Traffic
 
 __all__ = ["Gradients", "OwnGradients"]
 
@@ -28,20 +27,21 @@ class Gradients:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         device: torch.device,
-        traffic: Traffic,
     ) -> None:
         self._layout = layout
         self._shapes = tuple(shapes)
         self._device = device
-        self._traffic = traffic
         self.whole, self._slots = self._new_buffer(reduce_dtype)
         self._held: DBuffer | None = None
         self._wide = torch.promote_types(dtype, reduce_dtype)
         self._target, self._target_slots = self.whole, self._slots
         self.filled = [False] * len(self._shapes)
 
-    def take(self, index: int, param: torch.Tensor, *, hold: bool) -> None:
-        """Move `param.grad` into its place; `hold` says that the next reduction comes after a later backward pass."""
+    def take(self, index: int, param: torch.Tensor, *, hold: bool) -> int:
+        """Move `param.grad` into its place and return the bytes written.
+
+        `hold` says that the next reduction comes after a later backward pass.
+        """
         grad = param.grad
         assert grad is not None
         if hold and self._wide != self._target.dtype:
@@ -53,8 +53,8 @@ class Gradients:
         else:
             slot.copy_(grad)
             self.filled[index] = True
-        self._traffic.copied_bytes += slot.numel() * slot.itemsize
         param.grad = None
+        return slot.numel() * slot.itemsize
 
     def seal(self) -> list[int]:
         """Make `whole` ready to be reduced: zeros where nothing came. Returns the tensors that had a gradient."""
@@ -69,11 +69,15 @@ class Gradients:
             self._forget_held()
         return [i for i, filled in enumerate(self.filled) if filled]
 
-    def clear(self) -> None:
-        """Forget every gradient and free the memory."""
-        self.whole.free()
+    def forget(self) -> None:
+        """Nothing has been taken; `whole` stays until it is freed."""
         self._forget_held()
         self.filled = [False] * len(self._shapes)
+
+    def clear(self) -> None:
+        """Forget every gradient and free the memory."""
+        self.forget()
+        self.whole.free()
 
     @property
     def any(self) -> bool:
@@ -103,11 +107,13 @@ class OwnGradients:
     def __init__(self, num_tensors: int) -> None:
         self._grads: list[torch.Tensor | None] = [None] * num_tensors
 
-    def take(self, index: int, param: torch.Tensor, *, hold: bool) -> None:
+    def take(self, index: int, param: torch.Tensor, *, hold: bool) -> int:
+        """Keep `param.grad` itself; nothing is written."""
         grad = param.grad
         held = self._grads[index]
         self._grads[index] = grad if held is None or grad is None else held.add_(grad)
         param.grad = None
+        return 0
 
     def pop(self) -> list[torch.Tensor | None]:
         """The gradients, by parameter; forgets them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -14,14 +14,16 @@ from torch import nn
 
 from . import _torch
 from .buffer import DBuffer
-from .gradients import Gradients, OwnGradients
+from .kept import KeptShards
 from .managed import ManagedParam
 from .mesh import DataMesh
 from .plan import GroupPlan
 from .policy import MixedPrecisionPolicy
+from .reduction import Reduction
 from .shards import Shards
+from .streams import Streams
 from .traffic import Traffic
-from .transfer import Division, Gathering, all_reduce, default_gather, default_reduce_scatter, gather, reduce_scatter
+from .transfer import AllGather, Gathering, gather
 
 __all__ = ["ParamGroup", "Phase"]
 
@@ -36,7 +38,11 @@ class Phase(Enum):
 
 
 class ParamGroup:
-    """Parameters of one dtype and mesh that are gathered and reduced together."""
+    """Parameters of one dtype and mesh that are gathered and reduced together.
+
+    `reshard_after_forward`: False keeps the parameters gathered until backward, True frees them, a number keeps a shard
+    over so many ranks, from where backward gathers.
+    """
 
     def __init__(
         self,
@@ -47,13 +53,16 @@ class ParamGroup:
         *,
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int,
+        offload_pin: bool | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
         self.modules = modules
         self.mp_policy = mp_policy
-        self.shards = Shards(managed, plan.layout, mesh)
+        self.shards = Shards(managed, plan.layout, mesh, offload_pin=offload_pin)
+        self.reduction = Reduction(self.shards, mesh)
         self.traffic = Traffic()
+        self.streams = Streams()
         self.name = plan.name
         self.fqns = [each.fqn for each in managed]
         self.phase = Phase.IDLE
@@ -63,32 +72,24 @@ class ParamGroup:
         self._follow_state_dicts()
         self._whole: DBuffer | None = None
         self._unsharded: list[nn.Parameter] = []
-        self._gradients: Gradients | OwnGradients | None = None
-        self._pending: Gathering | None = None
-
+        self._pending: tuple[Gathering, Any] | None = None
+        self._lane = 0
+        self._kept: KeptShards | None = None
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.unshard_async_op = False
-        self.reduce_grads = True
-        self.all_reduce_grads = True
-        self.reduce_unused = False
-        self.divide_factor: float | None = None
-        self.sum_only = False
-        self.all_gather_comm: Callable[..., Any] = default_gather
-        self.reduce_scatter_comm: Callable[..., Any] = default_reduce_scatter
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-
-    # Parameters
+        self.all_gather_comm: AllGather | None = None
 
     @property
     def kind(self) -> str:
         """What sets this group apart from others of the same module."""
-        frozen = "" if self.shards.params[0].requires_grad else ", frozen"
+        frozen = "" if self.shards.is_trainable else ", frozen"
         return str(self.shards.dtype).removeprefix("torch.") + frozen
 
     @property
     def device(self) -> torch.device:
+        """Of the unsharded parameters."""
         return self.mesh.device
 
     @property
@@ -100,8 +101,8 @@ class ParamGroup:
 
     @property
     def views_shard(self) -> bool:
-        """Whether the unsharded parameters are the shard itself: one rank, no cast."""
-        return self.mesh.num_ranks == 1 and self.compute_dtype == self.shards.dtype
+        """Whether the unsharded parameters are the shard itself: one rank, no cast, no offload."""
+        return self.mesh.num_ranks == 1 and self.compute_dtype == self.shards.dtype and not self.shards.is_offloaded
 
     def prepare(self, name: str, fqns: Sequence[str]) -> None:
         """Before the first use: take the names below the root, and what was loaded or materialised since wrapping."""
@@ -115,11 +116,21 @@ class ParamGroup:
                 f"parameters are still on the meta device: {self.fqns}. Call module.to_empty(device=...) and "
                 f"initialise them before training."
             )
+        self.shards.check_offload(self.fqns)
 
     def adopt(self, *, partly_loaded: bool = False) -> None:
         """Bring values that were put elsewhere (`_apply`, `assign=True`) back into the buffer."""
-        if not self.is_unsharded and self.shards.adopt(partly_loaded=partly_loaded):
-            self._forget_unsharded()
+        if self.is_unsharded or self._kept is not None or not self.shards.adopt(partly_loaded=partly_loaded):
+            return
+        if self._unsharded and (self._unsharded[0].dtype, self._unsharded[0].device) != (
+            self.compute_dtype,
+            self.device,
+        ):
+            self._whole = None
+            self._unsharded = []
+            self.reduction.reset()
+        elif self.views_shard:
+            self._unsharded = []
 
     def _follow_state_dicts(self) -> None:
         """State dicts hold, and load into, the sharded parameters."""
@@ -129,13 +140,6 @@ class ParamGroup:
             module.register_load_state_dict_pre_hook(lambda *_: self.to_sharded())
             module.register_load_state_dict_post_hook(lambda *_: self.adopt(partly_loaded=True))
 
-    def _forget_unsharded(self) -> None:
-        self._whole = None
-        self._unsharded = []
-        self._gradients = None
-
-    # Gather
-
     def unshard(self, async_op: bool = False) -> None:
         """Start gathering, unless that is done or under way; `wait_for_unshard` makes the parameters usable."""
         if self.is_unsharded or self._pending is not None:
@@ -143,46 +147,64 @@ class ParamGroup:
         if self.phase is Phase.PRE_BACKWARD and not self.unshard_in_backward:
             return
         if self.views_shard:
-            self._pending = Gathering(self.shards.buffer)
+            self._pending = Gathering(self.shards.buffer), None
             return
-        whole = self._whole_buffer()
-        with torch.profiler.record_function(f"vescale::all_gather ({self.name})"):
+        shard, mesh = (self._kept.buffer, self._kept.mesh) if self._kept else (self.shards.buffer, self.mesh)
+        self._lane = self.streams.take_lane()
+        with torch.profiler.record_function(f"vescale::all_gather ({self.name})"), self.streams.gathering(self._lane):
+            whole = self._whole_buffer()
             whole.alloc()
-            self._pending = gather(
-                self.shards.buffer,
-                whole,
-                self.mesh,
-                comm=self.all_gather_comm,
-                async_op=async_op,
-                traffic=self.traffic,
-            )
+            comm, traffic = self.all_gather_comm, self.traffic
+            gathering = gather(shard, whole, mesh, comm=comm, async_op=async_op, traffic=traffic)
+        self._pending = gathering, self.streams.gathered(self._lane)
 
     def wait_for_unshard(self) -> None:
         if self._pending is None:
             return
-        self._pending.wait()
-        self._pending = None
+        self._end_gathering()
         if not self._unsharded:
             self._unsharded = self._make_unsharded()
         for sharded, unsharded in zip(self.shards.params, self._unsharded, strict=True):
             if sharded.requires_grad != unsharded.requires_grad:
                 unsharded.requires_grad_(sharded.requires_grad)
         self._owners.put(self._unsharded)
+        self._kept = None
         self.is_unsharded = True
 
     def reshard(self) -> None:
-        """Free the unsharded parameters; in forward only if the group reshards after it."""
-        if self.phase is Phase.FORWARD and not self.reshard_after_forward:
-            return
+        """Free the unsharded parameters; in forward only as far as the group reshards after it."""
+        if self.phase is Phase.FORWARD and self.is_unsharded:
+            if self.reshard_after_forward is False:
+                return
+            if self.reshard_after_forward is not True and self._whole is not None:
+                self._kept = KeptShards(self.shards, self.mesh, self.reshard_after_forward, self._whole)
+                self._put_away(self._kept.params)
+                return
         self.to_sharded()
 
     def to_sharded(self) -> None:
-        if not self.is_unsharded:
-            return
-        self._owners.put(self.shards.params)
-        self.is_unsharded = False
+        """Free everything but the shard."""
+        if self.is_unsharded or self._kept is not None:
+            self._kept = None
+            self._put_away(self.shards.params)
+
+    def _put_away(self, registered: Sequence[nn.Parameter]) -> None:
+        self._owners.put(registered)
+        if self.is_unsharded:
+            self.is_unsharded = False
+            self._free_whole()
+
+    def _free_whole(self) -> None:
         if self._whole is not None:
+            self.streams.done_with(self._lane)
             self._whole.free()
+
+    def _end_gathering(self) -> None:
+        if self._pending is not None:
+            gathering, event = self._pending
+            self.streams.use(event)
+            gathering.wait()
+            self._pending = None
 
     def _whole_buffer(self) -> DBuffer:
         if self._whole is None:
@@ -206,104 +228,41 @@ class ParamGroup:
                 unsharded.append(param)
         return unsharded
 
-    # Gradients
+    def take_gradient(self, index: int, param: torch.Tensor) -> None:
+        self._start_reduction()
+        self.reduction.take(index, param, self.traffic)
 
-    @property
-    def gradients(self) -> Gradients | OwnGradients:
-        if self._gradients is None:
-            self._gradients = self._make_gradients()
-        return self._gradients
-
-    def _make_gradients(self) -> Gradients | OwnGradients:
+    def _start_reduction(self) -> None:
         dtype = self.compute_dtype
         reduce_dtype = self.mp_policy.reduce_dtype or dtype
-        is_alone = self.views_shard and self.mesh.num_replicas == 1 and self.all_reduce_hook is None
-        if is_alone and reduce_dtype == dtype:
-            return OwnGradients(len(self.shards.params))
-        return Gradients(
-            self.plan.layout,
-            [param.shape for param in self.shards.params],
-            dtype=dtype,
-            reduce_dtype=reduce_dtype,
-            device=self.device,
-            traffic=self.traffic,
-        )
-
-    def take_gradient(self, index: int, param: torch.Tensor) -> None:
-        self.gradients.take(index, param, hold=not self.reduce_grads)
+        self.reduction.start(dtype, reduce_dtype, self.device, alone=self.views_shard)
 
     def post_backward(self) -> None:
         """Free the parameters and reduce what gradients came; nothing to do if neither happened."""
         self.phase = Phase.POST_BACKWARD
         if self.reshard_after_backward:
             self.reshard()
-        if not self.reduce_grads:
-            return
-        has_gradients = self._gradients is not None and self._gradients.any
-        if has_gradients or (self.reduce_unused and any(param.requires_grad for param in self.shards.params)):
-            with torch.profiler.record_function(f"vescale::reduce ({self.name})"), torch.no_grad():
-                self._reduce()
+        if self.reduction.includes_unused:
+            self._start_reduction()
+        if self.reduction.is_due:
+            with torch.profiler.record_function(f"vescale::reduce ({self.name})"):
+                self.reduction.run(self.streams, self.traffic)
 
     def finish_backward(self) -> None:
-        """Wait for a gather that nobody used."""
+        """The iteration is over; a gather that nobody used is waited for."""
         if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-            if self._whole is not None:
-                self._whole.free()
+            self._end_gathering()
+            self._free_whole()
+        self.reduction.finish()
 
-    def _reduce(self) -> None:
-        gradients = self.gradients
-        if isinstance(gradients, OwnGradients):
-            self._deliver_own(gradients)
-            return
-        filled = gradients.seal()
-        division = Division.choose(self.mesh, gradients.whole.dtype, factor=self.divide_factor, sum_only=self.sum_only)
-        reduced = self.shards.new_buffer(gradients.whole.dtype)
-        reduce_scatter(
-            gradients.whole, reduced, self.mesh, division, comm=self.reduce_scatter_comm, traffic=self.traffic
-        )
-        gradients.clear()
-        all_reduce(reduced, self.mesh, division, traffic=self.traffic)
-        if self.all_reduce_hook is not None:
-            self.all_reduce_hook(reduced.flat)
-        if division.after != 1:
-            reduced.flat.div_(division.after)
-        if reduced.dtype != self.shards.dtype:
-            stored = self.shards.new_buffer(self.shards.dtype)
-            stored.flat.copy_(reduced.flat)
-            reduced = stored
-        self._deliver(reduced, filled)
-
-    def _deliver_own(self, gradients: OwnGradients) -> None:
-        for i, (param, grad) in enumerate(zip(self.shards.params, gradients.pop(), strict=True)):
-            if grad is None and self.reduce_unused and param.requires_grad:
-                grad = torch.zeros(param.shape, dtype=param.dtype, device=self.device)
-            if grad is not None:
-                if self.divide_factor is not None:
-                    grad.div_(self.divide_factor)
-                self._deliver_one(i, self.shards.local_shaped(grad.reshape(-1), i))
-
-    def _deliver(self, reduced: DBuffer, filled: list[int]) -> None:
-        """Make the reduced gradients the `.grad` of the sharded parameters, or add to what is there."""
-        with_gradient = set(filled)
-        for i, param in enumerate(self.shards.params):
-            if not param.requires_grad:
-                continue
-            local = self.shards.local(reduced, i)
-            # Another rank may have used a parameter that this one did not: its gradient counts.
-            if i not in with_gradient and not self.reduce_unused and not local.any():
-                continue
-            self._deliver_one(i, local)
-
-    def _deliver_one(self, index: int, local: torch.Tensor) -> None:
-        param = self.shards.params[index]
-        if param.grad is None:
-            param.grad = self.shards.gradient(index, local)
-        else:
-            _torch.local_of(param.grad).add_(local)
-        for hook in _torch.post_accumulate_hooks(param):
-            hook(param)
+    def reset_iteration(self) -> None:
+        """The iteration failed: back to shards, without the gradients it made."""
+        if self._pending is not None:
+            self._end_gathering()
+            self._free_whole()
+        self.to_sharded()
+        self.reduction.discard()
+        self.phase = Phase.IDLE
 
 
 class _Owners:

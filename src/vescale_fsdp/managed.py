@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from . import _torch
-from .errors import VescaleError
 
-__all__ = ["ManagedParam", "check_param", "find_buffers", "find_managed"]
+__all__ = ["ManagedParam", "check_param", "find_buffers", "find_managed", "managed_as", "mark_managed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,19 @@ class ManagedParam:
     @property
     def module(self) -> nn.Module:
         return self.owners[0][0]
+
+
+_OWNER = "_vescale_fqn"
+"""Set on a parameter, and on the one that replaces it, once a `fully_shard` call manages it: its name in that call."""
+
+
+def mark_managed(param: nn.Parameter, fqn: str) -> None:
+    setattr(param, _OWNER, fqn)
+
+
+def managed_as(param: nn.Parameter) -> str | None:
+    """The name by which an earlier `fully_shard` call manages the parameter, or None."""
+    return getattr(param, _OWNER, None)
 
 
 def find_managed(roots: Sequence[nn.Module], ignored: Iterable[nn.Parameter] = ()) -> list[ManagedParam]:
@@ -78,10 +91,13 @@ def _descend(prefix: str, module: nn.Module, seen: set[nn.Module], root: nn.Modu
 def check_param(managed: ManagedParam, device: torch.device) -> None:
     """Raise, naming the parameter, where it cannot be sharded as it is."""
     param = managed.param
-    if param.device.type not in (device.type, "meta"):
-        raise VescaleError(
-            f"{managed.fqn}: is on {param.device}, the mesh is on {device}. Move the model before fully_shard."
+    if (other := managed_as(param)) is not None:
+        raise ValueError(
+            f"{managed.fqn} is the same parameter as {other}, which another fully_shard call manages. Put the modules "
+            f"that share it into one group: fully_shard([module_a, module_b])."
         )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(f"{managed.fqn}: is a DTensor; parameters of other parallelisms are not built yet")
     if not param.is_contiguous():
         raise NotImplementedError(
             f"{managed.fqn}: shape {tuple(param.shape)} has stride {param.stride()}, but only contiguous parameters "

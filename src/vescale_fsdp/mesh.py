@@ -65,6 +65,15 @@ class DataMesh:
             return torch.device("cpu")
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
 
+    def regrouped(self, num_ranks: int) -> DataMesh:
+        """Neighbours in groups of `num_ranks`, over which parameters are kept between forward and backward."""
+        known = self.mesh.__dict__.setdefault("_vescale_regrouped", {})  # on the mesh: groups live as long as it does
+        if num_ranks not in known:
+            regrouped = DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, num_ranks))
+            known[num_ranks] = DataMesh(regrouped, shard_axis=1, replicate_axis=0)
+        found: DataMesh = known[num_ranks]
+        return found
+
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
         """`shard` on the shard axis, replicated on every other axis."""
         return tuple(shard if axis == self.shard_axis else Replicate() for axis in range(self.mesh.ndim))

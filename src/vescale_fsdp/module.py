@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
@@ -58,13 +59,13 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Without it, gradients accumulate on every rank and nothing is communicated until it is set again."""
         for group in self._groups(recurse):
-            group.reduce_grads = requires_gradient_sync
-            group.all_reduce_grads = requires_gradient_sync
+            group.reduction.is_on = requires_gradient_sync
+            group.reduction.is_replicated = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """For HSDP: without it, gradients are reduce-scattered and accumulated, but not summed over replicas."""
         for group in self._groups(recurse):
-            group.all_reduce_grads = requires_all_reduce
+            group.reduction.is_replicated = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change what `fully_shard` was told."""
@@ -93,24 +94,28 @@ class FSDPModule(TorchFSDPModule):
 
     def set_custom_all_gather(self, comm: _torch.AllGather) -> None:
         """Gather with `comm`, in every group of this module."""
-        raise NotImplementedError("set_custom_all_gather: custom collectives are not built yet")
+        for group in self._groups():
+            group.all_gather_comm = comm
 
     def set_custom_reduce_scatter(self, comm: _torch.ReduceScatter) -> None:
         """Reduce with `comm`, in every group of this module."""
-        raise NotImplementedError("set_custom_reduce_scatter: custom collectives are not built yet")
+        for group in self._groups():
+            group.reduction.comm = comm
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:
         """Call `hook` on each group's reduced flat gradient, after the reduce-scatter (HSDP: after the all-reduce)."""
-        if stream is not None:
-            raise NotImplementedError("set_all_reduce_hook(stream=...): hooks run on the reduction's stream for now")
         for group in self._groups():
-            group.all_reduce_hook = hook
+            if stream is not None and group.mesh.replicate_axis is not None:
+                raise ValueError("stream cannot be set when using native HSDP: its all-reduce has a stream of its own")
+            group.reduction.reset()
+            group.reduction.hook = hook
+            group.reduction.hook_stream = stream
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next iteration's gathers wait for `event` only."""
-        raise NotImplementedError("set_post_optim_event: device streams are not built yet")
+        self._get_fsdp_state().schedule.post_optim_event = event
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -119,25 +124,34 @@ class FSDPModule(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum over ranks by `factor` instead of their number."""
         for group in self._groups():
-            group.divide_factor = factor
+            group.reduction.divide_factor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Use plain sums in collectives and divide apart from them."""
         for group in self._groups():
-            group.sum_only = enable
+            group.reduction.sum_only = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Contribute zeros for parameters without a gradient, so that ranks may use different modules."""
         for group in self._groups(recurse):
-            group.reduce_unused = reduce_scatter_unused_params
+            group.reduction.includes_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions may be under way at once."""
-        raise NotImplementedError("set_reduce_scatter_max_input_buffers: device streams are not built yet")
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
+        for module in modules:
+            if isinstance(module, FSDPModule):
+                module._get_fsdp_state().max_reductions = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce through process groups of their own, so that reductions and gathers overlap."""
-        raise NotImplementedError("set_separate_reduce_scatter_group: separate process groups are not built yet")
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group in self._groups(recurse):
+            group.reduction.group = _torch.twin_of(group.mesh.group, made) if enable else None
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say that backward does not need this module's parameters (an embedding's, for example)."""
@@ -146,15 +160,22 @@ class FSDPModule(TorchFSDPModule):
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Allocate buffers with the process group's own allocator."""
-        raise NotImplementedError("set_allocate_memory_from_process_group_for_comm: not built yet")
+        for group in self._groups():
+            _refuse_custom_comm(group, "set_allocate_memory_from_process_group_for_comm")
+            gather, reduce = _torch.process_group_comms(group.mesh.group, group.device) if enable else (None, None)
+            group.all_gather_comm, group.reduction.comm = gather, reduce
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Allocate gathered buffers in symmetric memory."""
-        raise NotImplementedError("set_symm_mem_for_comm: symmetric memory is not built yet")
+        for group in self._groups():
+            _refuse_custom_comm(group, "set_symm_mem_for_comm")
+            gather, reduce = _torch.symmetric_memory_comms(group.mesh.group, group.device, backend)
+            # NCCL's symmetric reduce-scatter only sums.
+            group.all_gather_comm, group.reduction.comm = gather, reduce if group.reduction.sum_only else None
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: drop the iteration, so that the next one starts clean."""
-        raise NotImplementedError("reset_iter_state: not built yet")
+        self._get_fsdp_state().reset_iteration()
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         for group in self._groups(recurse=True):
@@ -185,3 +206,9 @@ def _states_of(modules: Iterable[TorchFSDPModule]) -> list[ModuleState]:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"expected modules that fully_shard wrapped, got {type(module)}: {module}")
     return [cast(FSDPModule, module)._get_fsdp_state() for module in modules]
+
+
+def _refuse_custom_comm(group: ParamGroup, method: str) -> None:
+    for comm in (group.all_gather_comm, group.reduction.comm):
+        if comm is not None and not _torch.is_torchs_comm(comm):
+            raise ValueError(f"{method} cannot be combined with the custom collective {type(comm).__name__}")

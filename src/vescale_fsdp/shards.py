@@ -16,27 +16,32 @@ from . import _torch
 from .buffer import DBuffer
 from .errors import VescaleError
 from .layout import Layout
-from .managed import ManagedParam
+from .managed import ManagedParam, mark_managed
 from .mesh import DataMesh
 
-__all__ = ["Shards", "ragged_shard"]
+__all__ = ["Shards", "local_shape", "ragged_shard"]
 
 
 class Shards:
     """The sharded parameters of one group, in plan order, with their storage."""
 
-    def __init__(self, managed: Sequence[ManagedParam], layout: Layout, mesh: DataMesh) -> None:
+    def __init__(
+        self, managed: Sequence[ManagedParam], layout: Layout, mesh: DataMesh, *, offload_pin: bool | None = None
+    ) -> None:
         self.managed = tuple(managed)
         self.layout = layout
         self.mesh = mesh
         self.numels = [each.param.numel() for each in managed]
         first = managed[0].param
-        self.buffer = DBuffer.shard(layout, self.numels, mesh.rank, dtype=first.dtype, device=first.device)
+        self.offload_pin = offload_pin
+        device = torch.device("cpu") if self.is_offloaded and not first.is_meta else first.device
+        self.buffer = DBuffer.shard(layout, self.numels, mesh.rank, dtype=first.dtype, device=device)
+        self._pin()
         shapes = [tuple(each.param.shape) for each in managed]
         self.placements = [ragged_shard(layout, i, shape) for i, shape in enumerate(shapes)]
-        self.local_shapes = [
-            (-1, *shape[1:]) if placement.dims == (0,) and len(shape) > 1 else (-1,)
-            for placement, shape in zip(self.placements, shapes, strict=True)
+        self._local_shapes = [
+            local_shape(placement, shape, len(piece))
+            for placement, shape, piece in zip(self.placements, shapes, self.buffer.pieces, strict=True)
         ]
         self.params = [self._shard(i) for i in range(len(managed))]
         # Forget the whole parameters, or they would live as long as the model.
@@ -52,14 +57,30 @@ class Shards:
     def is_meta(self) -> bool:
         return self.buffer.flat.is_meta
 
-    def new_buffer(self, dtype: torch.dtype) -> DBuffer:
+    @property
+    def is_trainable(self) -> bool:
+        return any(param.requires_grad for param in self.params)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shard lives on the CPU and only visits the device to be gathered."""
+        return self.offload_pin is not None
+
+    def check_offload(self, fqns: Sequence[str]) -> None:
+        device = self.buffer.flat.device
+        if self.is_offloaded and device.type != "cpu":
+            raise RuntimeError(
+                f"parameters should be materialised on the CPU when they are offloaded, but these are on {device}: "
+                f'{fqns}. Load a CPU state dict or call module.to_empty(device="cpu").'
+            )
+
+    def new_buffer(self, dtype: torch.dtype, device: torch.device) -> DBuffer:
         """An uninitialised buffer with this rank's layout, for reduced gradients."""
-        lanes = [lane.numel() for lane in self.buffer.lanes]
-        return DBuffer(lanes, self.buffer.pieces, dtype=dtype, device=self.buffer.flat.device)
+        return DBuffer([lane.numel() for lane in self.buffer.lanes], self.buffer.pieces, dtype=dtype, device=device)
 
     def local_shaped(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """Flat elements of tensor `index` in the shape that its DTensor's local tensor has."""
-        return _shaped(flat, self.local_shapes[index], self.managed[index].param.shape)
+        return flat.view(self._local_shapes[index])
 
     def local(self, buffer: DBuffer, index: int) -> torch.Tensor:
         """Tensor `index` of a buffer with this rank's layout."""
@@ -77,10 +98,12 @@ class Shards:
         local = self.local(self.buffer, index)
         span = self.layout.shard_range(index, self.numels[index], self.mesh.rank)
         if not param.is_meta:
-            local.view(-1).copy_(param.detach().view(-1)[span.begin : span.end])
+            local.reshape(-1).copy_(param.detach().view(-1)[span.begin : span.end])
         spec = _torch.dtensor_spec(self.mesh.mesh, self.mesh.placements(self.placements[index]), param)
         sharded = nn.Parameter(_torch.dtensor(local, spec), requires_grad=param.requires_grad)
         vars(sharded).update(vars(param))
+        mark_managed(sharded, managed.fqn)
+        mark_managed(param, managed.fqn)
         for hook in _torch.post_accumulate_hooks(param):
             _torch.on_gradient(sharded, hook)
         return sharded
@@ -136,8 +159,8 @@ class Shards:
             )
         ((dtype, device),) = kinds
         if (dtype, device) != (self.buffer.dtype, self.buffer.flat.device):
-            lanes = [lane.numel() for lane in self.buffer.lanes]
-            self.buffer = DBuffer(lanes, self.buffer.pieces, dtype=dtype, device=device)
+            self.buffer = self.new_buffer(dtype, device)
+            self._pin()
 
     def _point(self, index: int, local: torch.Tensor) -> None:
         """Let parameter `index` view `local`, as the same object."""
@@ -152,6 +175,12 @@ class Shards:
         self.locals[index] = local
         for module, name in self.managed[index].owners:
             module._parameters[name] = param
+
+    def _pin(self) -> None:
+        """Page-lock an offloaded shard, so that copies to the device overlap with its work."""
+        flat = self.buffer.flat
+        if self.offload_pin and flat.device.type == "cpu" and torch.accelerator.is_available():
+            self.buffer.replace(flat.pin_memory())
 
     def _zero_padding(self) -> None:
         if not self.is_meta:
@@ -170,8 +199,8 @@ def ragged_shard(layout: Layout, index: int, shape: tuple[int, ...]) -> RaggedSh
     return RaggedShard(tuple(range(len(shape))), units)
 
 
-def _shaped(flat: torch.Tensor, local_shape: tuple[int, ...], shape: torch.Size) -> torch.Tensor:
-    if len(local_shape) == 1:
-        return flat
-    rows = flat.numel() // shape[1:].numel()
-    return flat.view(rows, *local_shape[1:])
+def local_shape(placement: RaggedShard, shape: Sequence[int], numel: int) -> tuple[int, ...]:
+    """Of the local tensor with `numel` elements: rows stay rows, else it is flat."""
+    if placement.dims != (0,) or len(shape) < 2:
+        return (numel,)
+    return (numel // torch.Size(shape[1:]).numel(), *shape[1:])

@@ -12,6 +12,7 @@ from . import _torch
 from .group import ParamGroup, Phase
 from .nested import cast_floats, map_tensors, with_grad
 from .policy import MixedPrecisionPolicy
+from .streams import Streams
 from .traffic import Traffic
 
 __all__ = ["ModuleState", "Schedule", "find_state"]
@@ -28,6 +29,8 @@ class Schedule:
         self.is_last_backward = True
         self.end_is_queued = False
         self.traffic = Traffic()
+        self.streams = Streams()
+        self.post_optim_event: Any = None
 
     @property
     def all_states(self) -> list[ModuleState]:
@@ -57,6 +60,8 @@ class ModuleState:
         self.schedule.states = [self]
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
+        self.max_reductions = 1
+        """How many reductions may be under way; the model takes the most that any of its modules allows."""
         self._uses: list[int] = []
         """Positions in `schedule.order` of forwards whose backward has not come yet."""
         self._to_run: set[nn.Module] = set()
@@ -110,8 +115,10 @@ class ModuleState:
             module_name = ", ".join(names[module] for module in state.modules) or "root"
             for group in state.groups:
                 group.traffic = self.schedule.traffic
+                group.streams = self.schedule.streams
                 suffix = f" [{group.kind}]" if len(state.groups) > 1 else ""
                 group.prepare(module_name + suffix, [each.name_below(names) for each in group.shards.managed])
+        self.schedule.streams.max_held = max(state.max_reductions for state in states)
         if self.reshard_is_automatic:
             for group in self.groups:
                 group.reshard_after_forward = False
@@ -134,7 +141,7 @@ class ModuleState:
         if first:
             self.ensure_ready()
             if self.schedule.forward_root is None:
-                self.schedule.forward_root = self
+                self._start_iteration()
             self._to_run = set(self.modules)
         self.phase = Phase.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -146,6 +153,12 @@ class ModuleState:
             for state in self.forward_prefetch:
                 state.prefetch(Phase.FORWARD)
         return args, kwargs
+
+    def _start_iteration(self) -> None:
+        schedule = self.schedule
+        schedule.forward_root = self
+        schedule.streams.start_forward(schedule.post_optim_event)
+        schedule.post_optim_event = None
 
     def after_forward(self, module: nn.Module, output: Any) -> Any:
         if self.phase is Phase.PRE_BACKWARD:
@@ -261,12 +274,29 @@ class ModuleState:
                     group.post_backward()
                 group.phase = Phase.IDLE
             state.phase = Phase.IDLE
-            if schedule.is_last_backward:
+        if schedule.is_last_backward:
+            schedule.streams.finish_backward()
+            schedule.order.clear()
+            for state in schedule.states:
                 state._uses.clear()
                 for group in state.groups:
                     group.finish_backward()
-        if schedule.is_last_backward:
-            schedule.order.clear()
+
+    def reset_iteration(self) -> None:
+        """After an exception: drop the iteration and the gradients that it made."""
+        if self.is_root is False:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        schedule = self.schedule
+        schedule.forward_root = None
+        schedule.end_is_queued = False
+        schedule.streams.finish_backward()
+        schedule.order.clear()
+        for state in schedule.states:
+            state._to_run.clear()
+            state._uses.clear()
+            state.phase = Phase.IDLE
+            for group in state.groups:
+                group.reset_iteration()
 
 
 class _AfterBackward(torch.autograd.Function):

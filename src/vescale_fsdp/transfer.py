@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +16,17 @@ from .mesh import DataMesh
 from .traffic import Traffic
 
 __all__ = [
+    "AllGather",
     "Division",
     "Gathering",
+    "ReduceScatter",
     "all_reduce",
-    "default_gather",
-    "default_reduce_scatter",
     "gather",
     "reduce_scatter",
 ]
 
-Comm = Callable[..., Any]
+AllGather = _torch.AllGather
+ReduceScatter = _torch.ReduceScatter
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Gathering:
 
     def __init__(self, whole: DBuffer) -> None:
         self.works: list[dist.Work] = []
+        self.staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Until the end of the wait: gloo's threads write, and count versions, whenever they get to it.
         self._guard = _torch.preserve_version(whole.flat)
         self._guard.__enter__()
@@ -76,28 +78,39 @@ class Gathering:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+        with torch.no_grad():
+            for target, staged in self.staged:
+                target.copy_(staged)
+        self.staged.clear()
         self._guard.__exit__(None, None, None)
 
 
 def gather(
-    shard: DBuffer, whole: DBuffer, mesh: DataMesh, *, comm: Comm, async_op: bool, traffic: Traffic
+    shard: DBuffer, whole: DBuffer, mesh: DataMesh, *, comm: AllGather | None, async_op: bool, traffic: Traffic
 ) -> Gathering:
     """Start to fill `whole` from every rank's `shard`; it is usable once the caller has waited.
 
     The input of the collective is the shard's own memory, or, where the dtype or device changes, this rank's slice of
-    the output: one cast, and the gather is in place.
+    the output: one cast, and the gather is in place. A user's `comm` gathers in memory that it allocates itself, from
+    where the whole is copied.
     """
     gathering = Gathering(whole)
     with torch.no_grad():
         for source, target in zip(shard.lanes, whole.lanes, strict=True):
-            if source.dtype != target.dtype or source.device != target.device:
-                mine = target.narrow(0, mesh.rank * source.numel(), source.numel())
+            output = target
+            if comm is not None and mesh.num_ranks > 1:
+                output = comm.allocate((target.numel(),), dtype=target.dtype, device=target.device)
+                gathering.staged.append((target, output))
+                traffic.copied_bytes += target.numel() * target.itemsize
+            if output is not target or source.dtype != target.dtype or source.device != target.device:
+                mine = output.narrow(0, mesh.rank * source.numel(), source.numel())
                 mine.copy_(source, non_blocking=True)
                 traffic.copied_bytes += mine.numel() * mine.itemsize
                 source = mine
             if mesh.num_ranks == 1:
                 continue
-            work = comm(output_tensor=target, input_tensor=source, group=mesh.group, async_op=async_op)
+            gather_into = _torch.all_gather if comm is None else partial(_call, comm)
+            work = gather_into(output, source, group=mesh.group, async_op=async_op)
             if work is not None:
                 gathering.works.append(work)
             traffic.gathers += 1
@@ -106,20 +119,52 @@ def gather(
     return gathering
 
 
+def _call(comm: AllGather, output: torch.Tensor, source: torch.Tensor, **kwargs: Any) -> Any:
+    return comm(output_tensor=output, input_tensor=source, **kwargs)
+
+
 def reduce_scatter(
-    whole: DBuffer, shard: DBuffer, mesh: DataMesh, division: Division, *, comm: Comm, traffic: Traffic
+    whole: DBuffer,
+    shard: DBuffer,
+    mesh: DataMesh,
+    division: Division,
+    *,
+    comm: ReduceScatter | None,
+    group: dist.ProcessGroup | None,
+    traffic: Traffic,
 ) -> None:
-    """Sum `whole` over ranks and keep this rank's part in `shard`; both have the dtype of the reduction."""
+    """Sum `whole` over ranks and keep this rank's part in `shard`; both have the dtype of the reduction.
+
+    `group`: a process group of the same ranks for reductions alone, or None for the mesh's own.
+    """
     if division.before != 1:
         whole.flat.div_(division.before)
     for source, target in zip(whole.lanes, shard.lanes, strict=True):
         if mesh.num_ranks == 1:
             target.copy_(source)
             continue
-        comm(output_tensor=target, input_tensor=source, group=mesh.group, op=division.op)
+        over = group if group is not None else mesh.group
+        if comm is None:
+            _torch.reduce_scatter(target, source, op=division.op, group=over)
+        else:
+            _reduce_staged(source, target, comm, over, division.op)
+            traffic.copied_bytes += (source.numel() + target.numel()) * source.itemsize
         traffic.reduces += 1
         traffic.reduced_bytes += source.numel() * source.itemsize
         traffic.wire_bytes += (mesh.num_ranks - 1) * target.numel() * target.itemsize
+
+
+def _reduce_staged(
+    source: torch.Tensor, target: torch.Tensor, comm: ReduceScatter, group: dist.ProcessGroup, op: Any
+) -> None:
+    """Reduce through memory that the user's `comm` allocates."""
+    given = comm.allocate((source.numel(),), dtype=source.dtype, device=source.device)
+    taken = comm.allocate((target.numel(),), dtype=target.dtype, device=target.device)
+    given.copy_(source)
+    work = comm(output_tensor=taken, input_tensor=given, group=group, op=op)
+    if work is not None:
+        work.wait()
+    target.copy_(taken)
 
 
 def all_reduce(shard: DBuffer, mesh: DataMesh, division: Division, *, traffic: Traffic) -> None:
@@ -129,11 +174,3 @@ def all_reduce(shard: DBuffer, mesh: DataMesh, division: Division, *, traffic: T
     dist.all_reduce(shard.flat, op=division.replicate_op, group=mesh.replicate_group)
     traffic.all_reduces += 1
     traffic.wire_bytes += 2 * (mesh.num_replicas - 1) * shard.nbytes // mesh.num_replicas
-
-
-def default_gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool) -> Any:
-    return _torch.all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-def default_reduce_scatter(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any) -> Any:
-    return _torch.reduce_scatter(output_tensor, input_tensor, op=op, group=group)

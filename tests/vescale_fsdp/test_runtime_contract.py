@@ -18,7 +18,16 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 from ragged_dtensor import RaggedShard
-from vescale_fsdp import FSDPModule, MixedPrecisionPolicy, clip_grad_norm_, explain, fully_shard, report, traffic
+from vescale_fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    explain,
+    fully_shard,
+    report,
+    traffic,
+    transfer,
+)
 from vescale_fsdp.state import find_state
 
 
@@ -155,17 +164,16 @@ def test_unsharded_parameters_lie_at_their_planned_place(model_type: type[nn.Mod
 def test_the_gather_reads_the_shard_and_writes_the_parameters_memory() -> None:
     model = wrapped(Tower())
     seen = []
-    state = find_state(model.blocks[0])
-    (group,) = state.groups
-    gather = group.all_gather_comm
+    gather = transfer._torch.all_gather
 
-    def watch(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: object) -> object:
-        seen.append((input_tensor.data_ptr(), output_tensor.data_ptr()))
-        return gather(output_tensor=output_tensor, input_tensor=input_tensor, **kwargs)
+    def watch(output: torch.Tensor, source: torch.Tensor, **kwargs: object) -> object:
+        seen.append((source.data_ptr(), output.data_ptr()))
+        return gather(output, source, **kwargs)
 
-    group.all_gather_comm = watch
     shard = model.blocks[0].norm.weight.to_local().untyped_storage().data_ptr()
-    model.blocks[0].unshard()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer._torch, "all_gather", watch)
+        model.blocks[0].unshard()
     assert seen == [(shard, model.blocks[0].norm.weight.data_ptr())]
 
 
@@ -219,7 +227,7 @@ def test_frozen_parameters_cost_no_gradient_memory_and_no_reduction() -> None:
     frozen = [
         group for state in find_state(model).schedule.states for group in state.groups if group.kind.endswith("frozen")
     ]
-    assert all(group._gradients is None for group in frozen)
+    assert all(group.reduction._gradients is None for group in frozen)
 
 
 @ranks(2)

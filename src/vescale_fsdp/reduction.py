@@ -1,0 +1,177 @@
+"""From autograd's gradients to the `.grad` of one group's sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import _torch
+from .buffer import DBuffer
+from .gradients import Gradients, OwnGradients
+from .mesh import DataMesh
+from .shards import Shards
+from .streams import Streams
+from .traffic import Traffic
+from .transfer import Division, ReduceScatter, all_reduce, reduce_scatter
+
+__all__ = ["Reduction"]
+
+
+class Reduction:
+    """Takes gradients as they appear, sums them over ranks, and delivers them; the settings are the user's."""
+
+    def __init__(self, shards: Shards, mesh: DataMesh) -> None:
+        self._shards = shards
+        self._mesh = mesh
+        self._gradients: Gradients | OwnGradients | None = None
+        self._partial: DBuffer | None = None
+        """HSDP: what has been reduced within the replica but not yet over replicas."""
+        self._delivered: set[int] = set()
+        """Parameters whose gradient this iteration delivered: what a failed iteration takes back."""
+        self._copied: Any = None
+        """The event after which gradients have arrived on the CPU."""
+        self.is_on = True
+        self.is_replicated = True
+        self.includes_unused = False
+        self.divide_factor: float | None = None
+        self.sum_only = False
+        self.comm: ReduceScatter | None = None
+        self.group: dist.ProcessGroup | None = None
+        self.hook: Callable[[torch.Tensor], None] | None = None
+        self.hook_stream: Any = None
+
+    def start(self, dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device, *, alone: bool) -> None:
+        """Get ready for gradients of `dtype`; `alone`: the unsharded parameters are the shard itself."""
+        if self._gradients is not None:
+            return
+        shapes = [param.shape for param in self._shards.params]
+        if alone and dtype == reduce_dtype and self._mesh.num_replicas == 1 and self.hook is None:
+            self._gradients = OwnGradients(len(shapes))
+        else:
+            layout = self._shards.layout
+            self._gradients = Gradients(layout, shapes, dtype=dtype, reduce_dtype=reduce_dtype, device=device)
+
+    def take(self, index: int, param: torch.Tensor, traffic: Traffic) -> None:
+        assert self._gradients is not None
+        traffic.copied_bytes += self._gradients.take(index, param, hold=not self.is_on)
+
+    @property
+    def is_due(self) -> bool:
+        if not self.is_on or self._gradients is None:
+            return False
+        return self._gradients.any or (self.includes_unused and self._shards.is_trainable)
+
+    @property
+    def holds_memory(self) -> bool:
+        return self._gradients is not None and self._gradients.any
+
+    @torch.no_grad()
+    def run(self, streams: Streams, traffic: Traffic) -> None:
+        """Reduce what has been taken and make it the parameters' gradients."""
+        gradients = self._gradients
+        if isinstance(gradients, OwnGradients):
+            self._deliver_own(gradients)
+            return
+        assert gradients is not None
+        filled = gradients.seal()
+        division = Division.choose(self._mesh, gradients.whole.dtype, factor=self.divide_factor, sum_only=self.sum_only)
+        with streams.reducing():
+            reduced = self._shards.new_buffer(gradients.whole.dtype, gradients.whole.flat.device)
+            reduce_scatter(
+                gradients.whole, reduced, self._mesh, division, comm=self.comm, group=self.group, traffic=traffic
+            )
+            gradients.forget()
+            if self._sum_over_replicas(reduced, division, traffic):
+                if self.hook is not None:
+                    with streams.on(self.hook_stream):
+                        self.hook(reduced.flat)
+                if division.after != 1:
+                    reduced.flat.div_(division.after)
+                self._deliver(self._stored(reduced), filled)
+        streams.reduced(gradients.whole.free)
+
+    def _sum_over_replicas(self, reduced: DBuffer, division: Division, traffic: Traffic) -> bool:
+        """Whether `reduced` is complete; without the all-reduce it is kept for the next reduction."""
+        if self._mesh.num_replicas == 1:
+            return True
+        if self._partial is not None:
+            self._partial.flat.add_(reduced.flat)
+        if not self.is_replicated:
+            if self._partial is None:
+                # As wide as the stored gradient: sums over micro-batches do not lose what the wire would.
+                wide = torch.promote_types(reduced.dtype, self._shards.dtype)
+                self._partial = self._shards.new_buffer(wide, reduced.flat.device)
+                self._partial.flat.copy_(reduced.flat)
+            return False
+        if self._partial is not None:
+            reduced.flat.copy_(self._partial.flat)
+            self._partial = None
+        all_reduce(reduced, self._mesh, division, traffic=traffic)
+        return True
+
+    def _stored(self, reduced: DBuffer) -> DBuffer:
+        """The gradients in the parameters' own dtype and on their device."""
+        shard = self._shards.buffer.flat
+        if (reduced.dtype, reduced.flat.device) == (shard.dtype, shard.device):
+            return reduced
+        stored = self._shards.new_buffer(shard.dtype, shard.device)
+        in_use = any(param.grad is not None or _torch.post_accumulate_hooks(param) for param in self._shards.params)
+        leaves_device = reduced.flat.device != shard.device
+        stored.flat.copy_(reduced.flat, non_blocking=leaves_device and not in_use)
+        if leaves_device and not in_use:
+            self._copied = torch.accelerator.current_stream(reduced.flat.device).record_event()
+        return stored
+
+    def _deliver(self, reduced: DBuffer, filled: list[int]) -> None:
+        with_gradient = set(filled)
+        for i, param in enumerate(self._shards.params):
+            if not param.requires_grad:
+                continue
+            local = self._shards.local(reduced, i)
+            # Another rank may have used a parameter that this one did not: its gradient counts.
+            if i in with_gradient or self.includes_unused or local.any():
+                self._deliver_one(i, local)
+
+    def _deliver_own(self, gradients: OwnGradients) -> None:
+        for i, (param, grad) in enumerate(zip(self._shards.params, gradients.pop(), strict=True)):
+            if grad is None and self.includes_unused and param.requires_grad:
+                grad = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+            if grad is not None:
+                if self.divide_factor is not None:
+                    grad.div_(self.divide_factor)
+                self._deliver_one(i, self._shards.local_shaped(grad.reshape(-1), i))
+
+    def _deliver_one(self, index: int, local: torch.Tensor) -> None:
+        param = self._shards.params[index]
+        if param.grad is None:
+            param.grad = self._shards.gradient(index, local)
+        else:
+            _torch.local_of(param.grad).add_(local)
+        self._delivered.add(index)
+        for hook in _torch.post_accumulate_hooks(param):
+            hook(param)
+
+    def finish(self) -> None:
+        """The iteration is good: gradients are where the optimizer looks for them, and stay."""
+        self._delivered.clear()
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+    def discard(self) -> None:
+        """The iteration failed: drop every gradient that it made."""
+        for index in self._delivered:
+            self._shards.params[index].grad = None
+        self._partial = None
+        self.finish()
+        if self._gradients is not None:
+            self._gradients.clear()
+
+    def reset(self) -> None:
+        """The dtype, device or owner of the gradients changes: allocate anew when the next one comes."""
+        if self._gradients is not None and self._gradients.any:
+            raise RuntimeError("gradients are held without synchronisation; reduce or discard them before this change")
+        self._gradients = None
