@@ -2,7 +2,8 @@
 
 Reading order; a file imports only what stands before it:
 
-    matrices orthogonalize owners holdings route passage terms lend adamw blocks adamw8bit optimizer muon
+    matrices orthogonalize owners holdings route passage terms lend adamw blocks adamw8bit optimizer muon preconditioner
+    panels shampoo
 """
 
 from .adamw8bit import AdamW8bit
@@ -11,6 +12,7 @@ from .matrices import Matrix, matrices_of
 from .muon import Muon
 from .optimizer import Borrowed, MatrixOptimizer, matrix_groups
 from .owners import Ownership, select_owners
+from .shampoo import Shampoo
 
 __all__ = [
     "AdamW8bit",
@@ -22,6 +24,7 @@ __all__ = [
     "Ownership",
     "Replicas",
     "Run",
+    "Shampoo",
     "lend",
     "matrices_of",
     "matrix_groups",

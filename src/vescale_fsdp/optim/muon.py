@@ -86,9 +86,6 @@ class Muon(MatrixOptimizer):
     def prepare(self, borrowed: Borrowed, present: Sequence[int]) -> None:
         by_group: dict[int, list[int]] = defaultdict(list)
         for index in present:
-            param, grad = borrowed.params[index], borrowed.local_grad(index)
-            if "momentum_buffer" not in self.state[param]:
-                self.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=grad.dtype)
             by_group[id(borrowed.groups[index])].append(index)
         for indices in by_group.values():
             grads = [borrowed.local_grad(index) for index in indices]
@@ -128,9 +125,16 @@ class Muon(MatrixOptimizer):
             for rate, same in by_rate.items():
                 foreach_add_([params[i] for i in same], [results[i] for i in same], alpha=-rate)
 
+    def conclude(self, borrowed: Borrowed, updated: Sequence[int]) -> None:
+        for index in updated:
+            self._momentum(borrowed, index)
+
     def _momentum(self, borrowed: Borrowed, index: int) -> Tensor:
-        name = f"{borrowed.names[index]}: momentum_buffer"
-        return flat_local(self.state[borrowed.params[index]]["momentum_buffer"], name)
+        param, state = borrowed.params[index], self.state[borrowed.params[index]]
+        if "momentum_buffer" not in state:
+            dtype = param.dtype if param.grad is None else param.grad.dtype
+            state["momentum_buffer"] = torch.zeros_like(param, dtype=dtype)
+        return flat_local(state["momentum_buffer"], f"{borrowed.names[index]}: momentum_buffer")
 
 
 def _iteration(group: Group) -> NewtonSchulz:

@@ -136,12 +136,13 @@ class MatrixOptimizer(Optimizer):
                 index for index, param in enumerate(borrowed.params) if self._has_gradient(borrowed, param, index)
             ]
             self.prepare(borrowed, present)
-            borrowed.lender(
+            skipped = borrowed.lender(
                 partial(self.read, borrowed),
                 partial(self.compute, borrowed),
                 partial(self.write, borrowed),
                 absent=frozenset(range(len(borrowed.params))).difference(present),
             )
+            self.conclude(borrowed, [index for index in range(len(borrowed.params)) if index not in skipped])
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
                 adamw_step(group["params"], self.state, group)
@@ -179,8 +180,8 @@ class MatrixOptimizer(Optimizer):
         """The matrices of parameter number `index`, as runs of whole rows."""
         return self._matrices(name, param, index)
 
-    def reorder(self, matrices: Sequence[Matrix], owners: Sequence[int]) -> Sequence[int]:
-        """A last word on the owners."""
+    def reorder(self, matrices: Sequence[Matrix], owners: Sequence[int], whole: Sequence[int | None]) -> Sequence[int]:
+        """A last word on the owners; `whole[i]` is the rank that holds matrix i whole, or None."""
         return owners
 
     def prepare(self, borrowed: Borrowed, present: Sequence[int]) -> None:
@@ -197,6 +198,9 @@ class MatrixOptimizer(Optimizer):
     @abstractmethod
     def write(self, borrowed: Borrowed, runs: Sequence[Run], results: Sequence[Tensor]) -> None:
         """Apply the results for this rank's runs."""
+
+    def conclude(self, borrowed: Borrowed, updated: Sequence[int]) -> None:
+        """After the step, with the same parameters (by index) on all ranks, also where a rank holds nothing of them."""
 
     def _matrices(self, name: str, param: Tensor, index: int) -> tuple[Matrix, ...]:
         split = self._split.get(name)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ from .route import Coordinate, Loan
 
 __all__ = ["Place", "Replicas", "Terms"]
 
-Reorder = Callable[[Sequence[Matrix], Sequence[int]], Sequence[int]]
+# From matrices, their owners, and for each the rank that holds it whole or None: other owners.
+Reorder = Callable[[Sequence[Matrix], Sequence[int], Sequence[int | None]], Sequence[int]]
 
 
 class Replicas(Enum):
@@ -130,10 +132,15 @@ class Terms:
         replicated = [place.replicated(tensor) for tensor in tensors]
         holdings = _holdings(tensors, matrices, place)
         costs = [cost(matrix) for matrix in matrices]
+        held = [{ravel(at, place.sizes): run.numel for at, run in ranks.items()} for ranks in holdings]
+        whole = [
+            next(iter(ranks)) if len(ranks) == 1 and not replicated[matrix.tensor] else None
+            for ranks, matrix in zip(held, matrices, strict=True)
+        ]
         if owners is None:
-            owners = _choose_owners(costs, holdings, [replicated[m.tensor] for m in matrices], place)
+            owners = select_owners(costs, place.num_ranks, held=held, whole=whole).owners
         if reorder is not None:
-            owners = reorder(matrices, owners)
+            owners = reorder(matrices, owners, whole)
         _check_owners(owners, len(matrices), place.num_ranks)
         loads = [0] * place.num_ranks
         for owner, price in zip(owners, costs, strict=True):
@@ -147,6 +154,17 @@ class Terms:
     @property
     def owners(self) -> tuple[int, ...]:
         return tuple(ravel(loan.owner, self.place.sizes) for loan in self.loans)
+
+    def of_tensor(self, index: int) -> list[tuple[Matrix, int]]:
+        """The matrices of one tensor, and their owners."""
+        return self._by_tensor.get(index, [])
+
+    @cached_property
+    def _by_tensor(self) -> dict[int, list[tuple[Matrix, int]]]:
+        found: dict[int, list[tuple[Matrix, int]]] = defaultdict(list)
+        for loan, owner in zip(self.loans, self.owners, strict=True):
+            found[loan.matrix.tensor].append((loan.matrix, owner))
+        return dict(found)
 
 
 def default_matrices(tensors: Sequence[Tensor], names: Sequence[str]) -> tuple[Matrix, ...]:
@@ -167,20 +185,6 @@ def unravel(index: int, sizes: Coordinate) -> Coordinate:
         index, at = divmod(index, size)
         coordinate.append(at)
     return tuple(reversed(coordinate))
-
-
-def _choose_owners(
-    costs: Sequence[int],
-    holdings: Sequence[dict[Coordinate, Holding]],
-    replicated: Sequence[frozenset[int]],
-    place: Place,
-) -> tuple[int, ...]:
-    held = [{ravel(at, place.sizes): run.numel for at, run in ranks.items()} for ranks in holdings]
-    whole = [
-        next(iter(ranks)) if len(ranks) == 1 and not copies else None
-        for ranks, copies in zip(held, replicated, strict=True)
-    ]
-    return select_owners(costs, place.num_ranks, held=held, whole=whole).owners
 
 
 def _check_owners(owners: Sequence[int], num_matrices: int, num_ranks: int) -> None:
