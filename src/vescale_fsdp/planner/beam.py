@@ -84,12 +84,17 @@ def _extend(layer: _Layer, moves: Sequence[_Move], share: int, spare: int) -> _L
                 continue
             total = gaps
             if numel > rest:
-                start = start_of_cut(position, rest, numel, granularity, spans_ranks, share)
-                total = start - placed
-                if start < 0 or total > spare:
+                head = rest - rest % granularity
+                if spans_ranks or (head and numel - head <= share):  # most cuts, without a call
+                    total += rest - head
+                else:
+                    start = start_of_cut(position, rest, numel, granularity, spans_ranks, share)
+                    total = start - placed if start >= 0 else spare + 1
+                if total > spare:
                     continue
             target = state + stride
-            if target not in following or total < following[target][0]:
+            known = following.get(target)
+            if known is None or total < known[0]:
                 following[target] = (total, placed + numel, kind)
     return following
 

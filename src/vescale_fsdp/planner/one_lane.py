@@ -19,18 +19,24 @@ __all__ = ["LaneLayout", "lay_out"]
 NUM_DIVES = 4
 """Targets per class and preference, by bisection."""
 
-BEAM_STEPS = 80_000
-"""Placements tried at one share; a search that needs fewer is complete."""
+# Budgets are counts of placements tried, never times: every rank must find the same plan.
 
-SEARCH_STEPS = 320_000
-"""Placements tried by all beams of one search. A count, never a time: every rank must find the same plan."""
+BEAM_STEPS = 60_000
+"""By one beam, at one share; a search that needs fewer is complete."""
 
+SEARCH_STEPS = 200_000
+"""By all beams of one search."""
 
-NEAR = 10_000
-"""A gap of one in this many is not worth a search,"""
+NEAR = 1_000
+"""A gap below one in this many is worth fewer steps,"""
+
+NEAR_STEPS = 40_000
+
+NEGLIGIBLE = 10_000
+"""and one below one in this many none, unless"""
 
 PROOF_STEPS = 20_000
-"""unless so few placements prove that there is none."""
+"""prove that there is no gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +110,16 @@ class _Search:
         self.bound = forced_bound(self.problem, max(self.bound, bound))
         self.classes = share_classes(self.problem, self.bound, self.share)
 
+    def is_within(self, fraction: int) -> bool:
+        """Whether the best share is above the bound by at most one in `fraction`."""
+        return self.share * fraction <= self.bound * (fraction + 1)
+
     @property
     def worth_a_beam(self) -> bool:
-        """The gap shows, or the search is so small that it is a proof."""
-        return self.share * NEAR > self.bound * (NEAR + 1) or self.num_steps <= PROOF_STEPS
+        """Steps are left for a gap of this size; a search over few states is a proof at any size."""
+        if self.steps_left <= 0 or self.is_within(NEGLIGIBLE):
+            return self.num_steps <= PROOF_STEPS and self.steps_left > 0
+        return not self.is_within(NEAR) or self.steps_left > SEARCH_STEPS - NEAR_STEPS
 
     def try_beams(self) -> None:
         """Search all orders, class by class in turns, between the class's bound and the best share.
@@ -117,9 +129,9 @@ class _Search:
         """
         low = [share_class.bound for share_class in self.classes]
         proved, fraction = low.copy(), 0
-        while self.steps_left > 0 and min(low, default=self.share) < self.share and self.worth_a_beam:
+        while min(low, default=self.share) < self.share and self.worth_a_beam:
             for i, share_class in enumerate(self.classes):
-                if low[i] >= self.share or self.steps_left <= 0:
+                if low[i] >= self.share or not self.worth_a_beam:
                     continue
                 step = share_class.divisor
                 target = low[i] + (self.share - low[i]) // step // 2 * step * fraction
