@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -70,7 +69,6 @@ class _Search:
         self.spans_ranks = (False,) * len(problem.kinds)
         self.classes = share_classes(problem, self.bound, self.share + 1)
         self.steps_left = search_steps
-        self.num_steps = len(problem.kinds) * math.prod(kind.count + 1 for kind in problem.kinds)
 
     def offer(self, share_class: ShareClass, order: Order | None, ties: int = 0) -> int:
         """The least share of this class in which the order fits; kept if it is the best so far."""
@@ -118,7 +116,7 @@ class _Search:
     def worth_a_beam(self) -> bool:
         """Steps are left for a gap of this size; a search over few states is a proof at any size."""
         if self.steps_left <= 0 or self.is_within(NEGLIGIBLE):
-            return self.num_steps <= PROOF_STEPS and self.steps_left > 0
+            return self.problem.num_steps <= PROOF_STEPS and self.steps_left > 0
         return not self.is_within(NEAR) or self.steps_left > SEARCH_STEPS - NEAR_STEPS
 
     def try_beams(self) -> None:

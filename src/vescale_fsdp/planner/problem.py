@@ -65,6 +65,11 @@ class Problem:
     def numel(self) -> int:
         return sum(kind.numel * kind.count for kind in self.kinds)
 
+    @property
+    def num_steps(self) -> int:
+        """Placements that a complete search over all orders tries at most, at one share."""
+        return len(self.kinds) * math.prod(kind.count + 1 for kind in self.kinds)
+
     def round_up(self, share: int, divisor: int = 1) -> int:
         """Least multiple of the unit (and of `divisor`) that is at least `share`."""
         step = math.lcm(self.unit, divisor)

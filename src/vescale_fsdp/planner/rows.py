@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from .beam import beam_search
+from .classes import ShareClass
 from .greedy import NOWHERE, end_of, start_of_cut, starts_of
 from .one_lane import LaneLayout
 from .orders import sorted_orders
 from .problem import Kind, Problem
 
 __all__ = ["Placed", "place"]
+
+MAX_STEPS = 20_000
+"""Placements that a search over all orders may take; larger groups try a few orders only."""
 
 Placed = list[tuple[int, int]]
 """(kind, start) of every tensor, in the order of the buffer."""
@@ -31,14 +36,24 @@ def place(problem: Problem, layout: LaneLayout) -> Placed:
 
 
 def place_by_rows(problem: Problem, layout: LaneLayout) -> Placed | None:
-    """The first order, the layout's own and the module's before others, that fits with every cut between rows."""
+    """The first order, the module's and the layout's own before others, that fits with every cut between rows."""
     kinds = tuple([replace(kind, granularity=kind.row) for kind in problem.kinds])
-    spans_ranks = tuple([layout.share % kind.granularity == 0 for kind in kinds])
+    spans_ranks = tuple([layout.share % kind.row == 0 for kind in kinds])
+    if any(
+        kind.smallest_single_cut_share > layout.share
+        for kind, spans in zip(kinds, spans_ranks, strict=True)
+        if not spans
+    ):
+        return None
+    by_rows = replace(problem, kinds=kinds)
     limit = problem.num_ranks * layout.share
-    for order in (problem.module_order, layout.order, *sorted_orders(replace(problem, kinds=kinds), spans_ranks)):
+    for order in (problem.module_order, layout.order, *sorted_orders(by_rows, spans_ranks)):
         if end_of(order, kinds, spans_ranks, layout.share, limit) != NOWHERE:
             return list(starts_of(order, kinds, spans_ranks, layout.share))
-    return None
+    if by_rows.num_steps > MAX_STEPS:
+        return None
+    beam = beam_search(by_rows, ShareClass(layout.share, layout.share, spans_ranks), layout.share, max_steps=MAX_STEPS)
+    return None if beam.order is None else list(starts_of(beam.order, kinds, spans_ranks, layout.share))
 
 
 def preferences(problem: Problem) -> Iterator[tuple[int, ...]]:
