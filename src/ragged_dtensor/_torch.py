@@ -460,13 +460,12 @@ def broadcast_(tensor: torch.Tensor, source: int, group: Any) -> None:
     torch.ops._c10d_functional.broadcast_(tensor, source, group.group_name)
 
 
-def reduce_(tensor: torch.Tensor, reduce_op: str, target: int, group: Any) -> None:
-    """Reduce in place to one rank of `group`; on the others the tensor holds nothing of use after."""
-    average = reduce_op == "avg"  # gloo reduces to one rank by sum, min and max only
-    op = dist.ReduceOp.SUM if average else getattr(dist.ReduceOp, reduce_op.upper())
-    dist.reduce(tensor, group_dst=target, op=op, group=group)
-    if average:
-        tensor /= group.size()
+def reduce_(tensor: torch.Tensor, reduce_op: str, target: int, group: Any) -> dist.Work:
+    """Start to reduce in place to one rank of `group`, by sum for "avg"; the other ranks' tensors become scratch."""
+    name = "SUM" if reduce_op == "avg" else reduce_op.upper()  # gloo reduces to one rank by sum, min and max only
+    work = dist.reduce(tensor, group_dst=target, op=getattr(dist.ReduceOp, name), group=group, async_op=True)
+    assert work is not None
+    return work
 
 
 def reduce_partial(placement: Placement, local: torch.Tensor, mesh: Any, axis: int) -> torch.Tensor:

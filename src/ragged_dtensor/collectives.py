@@ -53,7 +53,7 @@ class Axis:
     def all_gather_unequal(self, flat: torch.Tensor, numels: Sequence[int]) -> torch.Tensor:
         """Shards of `numels` elements, one after the other without gaps."""
         total, longest = sum(numels), max(numels)
-        if longest * len(numels) > MOST_PADDING * total:
+        if _suits_one_call_per_owner(numels, flat.element_size()):
             return self._broadcast_each(flat, numels)
         padded = flat.new_empty(longest)
         padded[: flat.numel()] = flat
@@ -99,7 +99,7 @@ class Axis:
     def reduce_scatter_unequal(self, flat: torch.Tensor, numels: Sequence[int], reduce_op: str) -> torch.Tensor:
         """This rank's share of the reduced tensor, cut into `numels`."""
         longest = max(numels)
-        if longest * len(numels) > MOST_PADDING * sum(numels) and not torch.compiler.is_compiling():
+        if _suits_one_call_per_owner(numels, flat.element_size()) and not torch.compiler.is_compiling():
             return self._reduce_each(flat, numels, reduce_op)
         padded = flat.new_zeros(len(numels), longest)
         for part, row, numel in zip(_torch.split(flat, numels), padded, numels, strict=True):
@@ -107,15 +107,22 @@ class Axis:
         return wait(self.reduce_scatter(padded.flatten(), reduce_op))[: numels[self.rank]].clone()
 
     def _reduce_each(self, flat: torch.Tensor, numels: Sequence[int], reduce_op: str) -> torch.Tensor:
-        parts = [part.clone() for part in _torch.split(flat, numels)]
-        for rank, part in enumerate(parts):
-            if part.numel():
-                _torch.reduce_(part, reduce_op, rank, self.mesh.get_group(self.axis))
-        return parts[self.rank]
+        group = self.mesh.get_group(self.axis)
+        parts = _torch.split(flat.clone(), numels)  # reducing is in place, on the ranks that send as well
+        works = [_torch.reduce_(part, reduce_op, rank, group) for rank, part in enumerate(parts) if part.numel()]
+        for work in works:
+            work.wait()
+        mine = parts[self.rank].clone()  # not a view, which would keep the memory of all parts
+        return mine.div_(self.size) if reduce_op == "avg" else mine
 
 
-# Above this ratio of padded to real bytes, a broadcast per owner moves less than a padded all-gather.
-MOST_PADDING = 2
+# With shares of at least this many bytes on average, or more padding than data, one call per owner beats padding.
+LARGE_SHARE_NBYTES = 1 << 20
+
+
+def _suits_one_call_per_owner(numels: Sequence[int], itemsize: int) -> bool:
+    num_owners, total = sum(map(bool, numels)), sum(numels)
+    return total * itemsize >= LARGE_SHARE_NBYTES * num_owners or max(numels) * len(numels) > 2 * total
 
 
 def _as_wire(flat: torch.Tensor) -> torch.Tensor:
