@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,11 @@ Where = tuple[int | str, int | None]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor argument: where it stands among the arguments and how it is placed."""
+    """A tensor argument: where it stands, how it is placed, and whether it only receives the result (`out=`)."""
 
     where: Where
     spec: DTensorSpec
+    is_output: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,11 +41,6 @@ class Operand:
     @property
     def is_ragged(self) -> bool:
         return is_ragged(self.spec)
-
-    @property
-    def is_output(self) -> bool:
-        """Whether it only receives the result (`out=`)."""
-        return isinstance(self.where[0], str) and self.where[0] in ("out", "mantissa", "exponent")
 
 
 @dataclass(frozen=True)
@@ -85,9 +81,16 @@ class OpCall:
     @functools.cached_property
     def operands(self) -> tuple[Operand, ...]:
         """All tensor arguments, those in lists included."""
-        return tuple(_operands(enumerate(self.schema.args_schema))) + tuple(
-            _operands(iter(self.schema.kwargs_schema.items()))
-        )
+        arguments: list[tuple[int | str, object]] = [
+            *enumerate(self.schema.args_schema),
+            *self.schema.kwargs_schema.items(),
+        ]
+        return tuple(_operands(arguments, self.output_names))
+
+    @functools.cached_property
+    def output_names(self) -> tuple[str, ...]:
+        """The keywords that take tensors to receive the results."""
+        return tuple(argument.name for argument in self.op._schema.arguments if argument.is_out)
 
     @functools.cached_property
     def ragged(self) -> Operand:
@@ -162,10 +165,10 @@ def _frozen(argument: object) -> object:
     return (type(argument), argument) if isinstance(argument, int | float | complex) else argument
 
 
-def _operands(arguments: Iterator[tuple[int | str, object]]) -> Iterator[Operand]:
+def _operands(arguments: Iterable[tuple[int | str, object]], outputs: Sequence[str]) -> Iterator[Operand]:
     for where, argument in arguments:
         if isinstance(argument, DTensorSpec):
-            yield Operand((where, None), argument)
+            yield Operand((where, None), argument, where in outputs)
         elif isinstance(argument, list | tuple):
             for index, item in enumerate(argument):
                 if isinstance(item, DTensorSpec):

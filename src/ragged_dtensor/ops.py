@@ -41,20 +41,21 @@ RULES: dict[str, Rule] = {
 
 def rule_for(call: OpCall) -> Rule | None:
     """The rule that answers the op, if there is one."""
-    if is_elementwise(call.op):
-        return SAME_LAYOUT_RULES.get(call.name, elementwise)
     if is_elementwise_on_lists(call.op):
         return elementwise_on_lists
+    if is_elementwise(call.op):
+        return same_layout if call.name == "clone" and not call.output_names else elementwise
+    if call.output_names and call.name in RULES:
+        raise refusal(call, "out= is only supported for elementwise ops", "Assign the result instead.")
     return RULES.get(call.name)
-
-
-SAME_LAYOUT_RULES: dict[str, Rule] = dict.fromkeys(SAME_LAYOUT, same_layout)
 
 
 def answer(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info: Any) -> Any:
     """What torch gets for an op of which at least one operand is ragged: a sharding, which it caches, or the result."""
     call = OpCall(op, args, kwargs, op_info)
     if call.name in WHOLE:
+        if call.op._overloadname != "default":
+            raise refusal(call)
         return WHOLE[call.name](call)
     rule = rule_for(call)
     if rule is None:
@@ -101,7 +102,7 @@ def _run_local(call: OpCall, found: Local) -> Any:
     result = found.compute(*args, **kwargs)
     if call.is_inplace:
         return call.args[0]
-    if outputs := [call.kwargs[argument.name] for argument in call.op._schema.arguments if argument.is_out]:
+    if outputs := [call.kwargs[name] for name in call.output_names]:
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
     return _torch.wrap(call.op, call.args, call.kwargs, result, found.spec)
 

@@ -85,8 +85,6 @@ class Extent:
 
 def reduced(call: OpCall) -> Answer:
     """One reduction over all dims, over all cut dims and any others, or over dims that are not cut."""
-    if any(operand.is_output for operand in call.operands) or "out" in call.kwargs:
-        raise refusal(call, "out= of a reduction", "Assign the result instead.")
     if call.name in ("max", "min") and call.op._overloadname != "default":
         return along_dim(call)
     extent = _extent(call)
