@@ -30,7 +30,8 @@ TEST     := $(VENV)/.ready-test-$(TORCH_ID)
 PLUGINS  := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 INPUTS   := Makefile constraints.txt pyproject.toml $(addsuffix /pyproject.toml,$(PLUGINS))
 TYPED    := src $(if $(wildcard typing/*.py),typing) $(wildcard $(addsuffix /src,$(PLUGINS)))
-INSTALL  := $(BIN)/python -m pip install -q $(PIP_ARGS) -c $(PINS)
+# No byte code in advance: most of what is installed is never imported.
+INSTALL  := $(BIN)/python -m pip install -q --no-compile $(PIP_ARGS) -c $(PINS)
 
 .PHONY: help train test test-all test-torch core-tests lint clean
 .DEFAULT_GOAL := help
