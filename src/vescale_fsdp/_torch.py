@@ -38,6 +38,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "in_backward",
+    "in_fake_mode",
     "is_replicated_by_torch",
     "is_torchs_comm",
     "local_of",
@@ -206,6 +207,13 @@ def symmetric_memory_comms(
     gather: Any = collectives.SymmMemAllGather(group, backend)
     reduce: Any = collectives.SymmMemReduceScatter(group, backend)
     return gather, reduce
+
+
+def in_fake_mode() -> bool:
+    """Whether FakeTensorMode is active (2.1)."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode() is not None
 
 
 def is_torchs_comm(comm: object) -> bool:

@@ -12,12 +12,14 @@ from torch.distributed.fsdp import DataParallelMeshDims
 
 from .errors import VescaleError
 from .group import ParamGroup
-from .managed import ManagedParam, check_param, find_buffers, find_managed
+from .guards import watch_optimizers
+from .managed import ManagedParam, check_param, find_buffers, find_managed, warn_of_losses
 from .mesh import DataMesh, default_mesh
 from .module import FSDPModule
 from .plan import GroupPlan
 from .planner import plan_group
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ParamPolicy
+from .preflight import failing_together
 from .spec import ParamSpec, alignment
 from .state import ModuleState, find_state
 from .streams import streams_of
@@ -84,25 +86,32 @@ def fully_shard(
     _refuse_unbuilt(shard_placement_fn, dp_mesh_dims, param_policy)
     modules = _modules_of(module)
     data_mesh = DataMesh.of(mesh if mesh is not None else default_mesh())
-    managed = find_managed(modules, ignored_params or ())
-    for each in managed:
-        check_param(each, data_mesh.device)
-    _move_to_device(modules, managed, data_mesh.device)
+    ignored = frozenset(ignored_params or ())
+    with failing_together([data_mesh]):
+        managed = find_managed(modules, ignored)
+        for each in managed:
+            check_param(each)
+        _move_to_device(modules, managed, data_mesh.device)
+        plans = [(members, _plan(members, data_mesh, mp_policy, max_lanes)) for members in _split(managed)]
+    warn_of_losses(managed)
     reshard = _reshard_after_forward(reshard_after_forward, data_mesh)
     pin = offload_policy.pin_memory if isinstance(offload_policy, CPUOffloadPolicy) else None
     groups = [
         ParamGroup(
             members,
             modules,
-            _plan(members, data_mesh, mp_policy, max_lanes),
+            plan,
             data_mesh,
             mp_policy=mp_policy,
             reshard_after_forward=reshard,
             offload_pin=pin,
         )
-        for members in _split(managed)
+        for members, plan in plans
     ]
-    state = ModuleState(modules, groups, mp_policy=mp_policy, reshard_is_automatic=reshard_after_forward is None)
+    state = ModuleState(
+        modules, groups, mp_policy=mp_policy, reshard_is_automatic=reshard_after_forward is None, ignored=ignored
+    )
+    watch_optimizers()
     state.schedule.streams = streams_of(data_mesh.device)
     for each_module in modules:
         _wrap_class(each_module)

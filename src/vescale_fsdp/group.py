@@ -14,8 +14,9 @@ from torch import nn
 
 from . import _torch
 from .buffer import DBuffer
+from .guards import Trap
 from .kept import KeptShards
-from .managed import ManagedParam
+from .managed import ManagedParam, mark_managed
 from .mesh import DataMesh
 from .plan import GroupPlan
 from .policy import MixedPrecisionPolicy
@@ -67,8 +68,8 @@ class ParamGroup:
         self.fqns = [each.fqn for each in managed]
         self.phase = Phase.IDLE
         self.is_unsharded = False
-        self._owners = _Owners(managed)
-        self._owners.put(self.shards.params)
+        self._owners = _Owners(managed, modules)
+        self._owners.put(self.shards.params, sharded=True)
         self._follow_state_dicts()
         self._whole: DBuffer | None = None
         self._unsharded: list[nn.Parameter] = []
@@ -103,6 +104,13 @@ class ParamGroup:
     def views_shard(self) -> bool:
         """Whether the unsharded parameters are the shard itself: one rank, no cast, no offload."""
         return self.mesh.num_ranks == 1 and self.compute_dtype == self.shards.dtype and not self.shards.is_offloaded
+
+    @property
+    def registered(self) -> Sequence[nn.Parameter]:
+        """The parameters that modules hold at the moment."""
+        if self.is_unsharded:
+            return self._unsharded
+        return self.shards.params if self._kept is None else self._kept.params
 
     def prepare(self, name: str, fqns: Sequence[str]) -> None:
         """Before the first use: take the names below the root, and what was loaded or materialised since wrapping."""
@@ -167,7 +175,7 @@ class ParamGroup:
         for sharded, unsharded in zip(self.shards.params, self._unsharded, strict=True):
             if sharded.requires_grad != unsharded.requires_grad:
                 unsharded.requires_grad_(sharded.requires_grad)
-        self._owners.put(self._unsharded)
+        self._owners.put(self._unsharded, sharded=False)
         self._kept = None
         self.is_unsharded = True
 
@@ -189,7 +197,7 @@ class ParamGroup:
             self._put_away(self.shards.params)
 
     def _put_away(self, registered: Sequence[nn.Parameter]) -> None:
-        self._owners.put(registered)
+        self._owners.put(registered, sharded=True)
         if self.is_unsharded:
             self.is_unsharded = False
             self._free_whole()
@@ -221,6 +229,7 @@ class ParamGroup:
             for i, sharded in enumerate(self.shards.params):
                 view = buffer.view(i).view(sharded.shape)
                 param = nn.Parameter(view, requires_grad=sharded.requires_grad)
+                mark_managed(param, self.fqns[i])
                 if param.dtype.is_floating_point or param.dtype.is_complex:
                     trainable, param.requires_grad = param.requires_grad, True
                     _torch.on_gradient(param, partial(_take_gradient, group, i))
@@ -266,9 +275,17 @@ class ParamGroup:
 
 
 class _Owners:
-    """The places in modules that hold a group's parameters."""
+    """The places in modules that hold a group's parameters, and the traps on inner modules while those are sharded."""
 
-    def __init__(self, managed: Sequence[ManagedParam]) -> None:
+    def __init__(self, managed: Sequence[ManagedParam], wrapped: Sequence[nn.Module]) -> None:
+        fqns: dict[nn.Module, list[str]] = {}
+        for each in managed:
+            for module, _ in each.owners:
+                if module not in wrapped:
+                    fqns.setdefault(module, []).append(each.fqn)
+        self._traps = [
+            (cast(Any, module)._forward_pre_hooks, Trap(names, wrapped[0])) for module, names in fqns.items()
+        ]
         self._fast: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
         self._slow: list[tuple[nn.Module, str, int]] = []
         for i, each in enumerate(managed):
@@ -278,12 +295,21 @@ class _Owners:
                 else:
                     self._slow.append((module, name, i))
 
-    def put(self, params: Sequence[nn.Parameter]) -> None:
+    def put(self, params: Sequence[nn.Parameter], *, sharded: bool) -> None:
         # nn.Module.__setattr__ checks what we know, and costs ten times as much.
         for parameters, name, i in self._fast:
             parameters[name] = params[i]
         for module, name, i in self._slow:
             setattr(module, name, params[i])
+        # Hooks that are always there would cost every forward; these are gone while the parameters are usable.
+        for hooks, trap in self._traps:
+            if sharded:
+                hooks[_TRAP] = trap
+            else:
+                hooks.pop(_TRAP, None)
+
+
+_TRAP = "vescale_fsdp.Trap"
 
 
 def _take_gradient(group: weakref.ref[ParamGroup], index: int, param: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,15 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch
 
-__all__ = ["ManagedParam", "check_param", "find_buffers", "find_managed", "managed_as", "mark_managed"]
+__all__ = [
+    "ManagedParam",
+    "check_param",
+    "find_buffers",
+    "find_managed",
+    "managed_as",
+    "mark_managed",
+    "warn_of_losses",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +97,22 @@ def _descend(prefix: str, module: nn.Module, seen: set[nn.Module], root: nn.Modu
         yield from _descend(f"{prefix}.{name}" if prefix else name, child, seen, root)
 
 
-def check_param(managed: ManagedParam, device: torch.device) -> None:
+def warn_of_losses(managed: Sequence[ManagedParam]) -> None:
+    """Name what a parameter has that its sharded replacement will not have."""
+    lost = []
+    for each in managed:
+        if count := _torch.tensor_hooks(each.param):
+            lost.append(
+                f"{each.fqn}: {count} tensor hook{'s' if count > 1 else ''} (register it on the sharded parameter "
+                f"with register_post_accumulate_grad_hook)"
+            )
+        if each.param.grad is not None:
+            lost.append(f"{each.fqn}: its gradient (compute gradients after fully_shard)")
+    if lost:
+        warnings.warn("fully_shard replaces parameters, and drops " + "; ".join(lost), stacklevel=3)
+
+
+def check_param(managed: ManagedParam) -> None:
     """Raise, naming the parameter, where it cannot be sharded as it is."""
     param = managed.param
     if (other := managed_as(param)) is not None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from . import _torch
 from .group import ParamGroup, Phase
+from .guards import refuse_unknown_ignored, refuse_unmanaged
 from .nested import cast_floats, map_tensors, with_grad
+from .plan import Plan
 from .policy import MixedPrecisionPolicy
+from .preflight import Statement, agree, failing_together
 from .streams import Streams
 from .traffic import Traffic
+
+logger = logging.getLogger("vescale_fsdp")
 
 __all__ = ["ModuleState", "Schedule", "find_state"]
 
@@ -48,11 +55,13 @@ class ModuleState:
         *,
         mp_policy: MixedPrecisionPolicy,
         reshard_is_automatic: bool,
+        ignored: frozenset[nn.Parameter] = frozenset(),
     ) -> None:
         self.modules = modules
         self.groups = list(groups)
         self.mp_policy = mp_policy
         self.reshard_is_automatic = reshard_is_automatic
+        self.ignored = ignored
         self.is_root: bool | None = None
         """None until the first forward of a model finds out."""
         self.phase = Phase.IDLE
@@ -91,10 +100,21 @@ class ModuleState:
         if self.is_root is not None:
             return
         if len(self.modules) > 1:
-            raise RuntimeError(
-                f"fully_shard needs one root module, got a list of {len(self.modules)}: wrap their parent too"
-            )
+            raise RuntimeError(f"fully_shard needs one root module, got {len(self.modules)}: wrap their parent too")
         root = self.modules[0]
+        states = self._find_states(root)
+        meshes = list({id(group.mesh.group): group.mesh for state in states for group in state.groups}.values())
+        with failing_together(meshes):
+            _name_groups(root, states)
+            _refuse_strangers(root, states)
+        plan = Plan(tuple(group.plan for state in states for group in state.groups))
+        for mesh in meshes:
+            agree(mesh, Statement(plan.to_json()))
+        self._lead(states)
+        if dist.is_initialized() and dist.get_rank() == 0:
+            logger.info("%s", _summary(root, plan))
+
+    def _find_states(self, root: nn.Module) -> list[ModuleState]:
         states: list[ModuleState] = []
         for name, module in root.named_modules():
             state = find_state(module)
@@ -105,20 +125,18 @@ class ModuleState:
                     f"{name}: ran forward before its root module {type(root).__name__}; run the root's forward first"
                 )
             states.append(state)
-        self._join(states, {module: name for name, module in root.named_modules()})
+        return states
 
-    def _join(self, states: list[ModuleState], names: dict[nn.Module, str]) -> None:
+    def _lead(self, states: list[ModuleState]) -> None:
+        """Become the root of `states`."""
         self.schedule.states = states
+        self.schedule.streams.max_held = max(state.max_reductions for state in states)
         for state in states:
             state.is_root = state is self
             state.schedule = self.schedule
-            module_name = ", ".join(names[module] for module in state.modules) or "root"
             for group in state.groups:
                 group.traffic = self.schedule.traffic
                 group.streams = self.schedule.streams
-                suffix = f" [{group.kind}]" if len(state.groups) > 1 else ""
-                group.prepare(module_name + suffix, [each.name_below(names) for each in group.shards.managed])
-        self.schedule.streams.max_held = max(state.max_reductions for state in states)
         if self.reshard_is_automatic:
             for group in self.groups:
                 group.reshard_after_forward = False
@@ -316,3 +334,28 @@ class _AfterBackward(torch.autograd.Function):
 def find_state(module: nn.Module) -> ModuleState | None:
     state = _torch.state_of(module)
     return state if isinstance(state, ModuleState) else None
+
+
+def _name_groups(root: nn.Module, states: list[ModuleState]) -> None:
+    """Give every group the names that its modules and parameters have below the root."""
+    names = {module: name for name, module in root.named_modules()}
+    for state in states:
+        module_name = ", ".join(names[module] for module in state.modules) or "root"
+        for group in state.groups:
+            suffix = f" [{group.kind}]" if len(state.groups) > 1 else ""
+            group.prepare(module_name + suffix, [each.name_below(names) for each in group.shards.managed])
+
+
+def _summary(root: nn.Module, plan: Plan) -> str:
+    return (
+        f"{type(root).__name__}: {plan.numel:,} parameters in {len(plan.groups)} groups, {plan.nbytes / 2**20:.3f} MiB "
+        f"per rank, {plan.padding_pct:.2f} % padding"
+    )
+
+
+def _refuse_strangers(root: nn.Module, states: list[ModuleState]) -> None:
+    """Every parameter below the root is managed or ignored, and every ignored one is below the root."""
+    ignored: set[nn.Parameter] = set().union(*(state.ignored for state in states))
+    managed = {param for state in states for group in state.groups for param in group.registered}
+    refuse_unmanaged(root, managed, ignored)
+    refuse_unknown_ignored(root, ignored)
