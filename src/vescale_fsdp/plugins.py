@@ -53,8 +53,7 @@ class Registry:
             key = self._manager.register(plugin)
             self._manager.check_pending()
         except (pluggy.PluginValidationError, ValueError) as error:
-            if not isinstance(error, ValueError):
-                self._manager.unregister(plugin)
+            self._forget(plugin)
             raise PluginError(f"plugin of {distribution}: {error}") from error
         assert key is not None
         self._distributions[key] = distribution
@@ -66,8 +65,7 @@ class Registry:
 
     def unregister(self, plugin: object) -> None:
         """Forget a plugin and its names."""
-        self._distributions.pop(self._manager.get_name(plugin) or "", None)
-        self._manager.unregister(plugin)
+        self._forget(plugin)
         self._rebuild()
 
     def load(self, points: list[EntryPoint]) -> None:
@@ -125,6 +123,11 @@ class Registry:
             return table[name]
         broken = f" Broken: {'; '.join(self.broken)}." if self.broken else ""
         raise PluginError(f"no {what} is named {name!r}; there are {sorted(table)}. Install the plugin.{broken}")
+
+    def _forget(self, plugin: object) -> None:
+        if self._manager.is_registered(plugin):
+            self._distributions.pop(self._manager.get_name(plugin) or "", None)
+            self._manager.unregister(plugin)
 
     def _rebuild(self) -> None:
         self.formats = self._collect("vescale_block_formats", BlockFormat)  # type: ignore[type-abstract]
