@@ -463,8 +463,7 @@ def broadcast_(tensor: torch.Tensor, source: int, group: Any) -> None:
 def reduce_(tensor: torch.Tensor, reduce_op: str, target: int, group: Any) -> dist.Work:
     """Start to reduce in place to one rank of `group`, by sum for "avg"; the other ranks' tensors become scratch."""
     name = "SUM" if reduce_op == "avg" else reduce_op.upper()  # gloo reduces to one rank by sum, min and max only
-    work = dist.reduce(tensor, group_dst=target, op=getattr(dist.ReduceOp, name), group=group, async_op=True)
-    assert work is not None
+    work: dist.Work = dist.reduce(tensor, group_dst=target, op=getattr(dist.ReduceOp, name), group=group, async_op=True)
     return work
 
 

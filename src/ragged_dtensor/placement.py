@@ -88,6 +88,10 @@ class RaggedShard(Placement):
     def __str__(self) -> str:
         return repr(self)
 
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """How a compiled graph spells a placement that it holds as a constant."""
+        return repr(self), {"RaggedShard": RaggedShard, "StridedRaggedShard": StridedRaggedShard, "Units": Units}
+
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class StridedRaggedShard(RaggedShard):
