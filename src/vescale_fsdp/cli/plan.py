@@ -113,14 +113,14 @@ def _table(made: ModelPlan) -> Table:
     from vescale_fsdp.picture.style import size_text
 
     title = f"{made.shapes.model} over {made.num_ranks} ranks"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("group", overflow="fold")
     for name in ("copies", "tensors", "lanes", "per rank", "pad %", "bound %", "proved"):
         table.add_column(name, justify="right")
     for group in made.groups:
         table.add_row(*_cells(group))
     copies, tensors = sum(g.count for g in made.groups), sum(len(g.plan.specs) * g.count for g in made.groups)
-    state = "yes" if made.proved else "no"
+    state = "no" if not made.proved else "yes" if made.padding_pct == made.bound_pct else "per lane"
     total = (size_text(made.nbytes), f"{made.padding_pct:.4f}", f"{made.bound_pct:.4f}", state)
     table.add_section()
     table.add_row("all", str(copies), str(tensors), "", *total)
@@ -132,6 +132,6 @@ def _cells(group: PlannedGroup) -> tuple[str, ...]:
 
     plan = group.plan
     padding, bound = f"{plan.padding_pct:.4f}", f"{plan.bound_pct:.4f}"
-    state = "yes" if plan.proved else "no"
+    state = "no" if not plan.proved else "yes" if plan.share == plan.bound else "in 1 lane"
     counts = (str(group.count), str(len(plan.specs)), str(len(plan.lanes)))
     return (group.shapes.name, *counts, size_text(plan.nbytes), padding, bound, state)

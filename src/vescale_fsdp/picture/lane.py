@@ -78,7 +78,7 @@ class _Canvas:
                     self._rectangle(left, right, top, bottom, **style)
                     left = right
                 self._rectangle(left, left + self._average(row, empty), top, bottom, **PADDING)
-                text = f"ranks {row.label} together: {row.ranks} ranks, no two alike"
+                text = f"ranks {row.label}: the sum of {row.ranks} ranks"
                 self._text(self.share / 2, (top + bottom) / 2, text, "white", INK)
 
     def finish(self) -> None:
