@@ -1,12 +1,12 @@
 """A user program about placements, checked by mypy --strict and never run."""
 
 from collections.abc import Sequence
+from typing import assert_type
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
-from typing_extensions import assert_type
 
 from ragged_dtensor import (
     LayoutError,

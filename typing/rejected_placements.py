@@ -17,5 +17,5 @@ def misuse(x: torch.Tensor, mesh: DeviceMesh) -> None:
     placement = RaggedShard((0,), (1, 2))
     placement.dims = (0, 1)  # type: ignore[misc]
     distribute_tensor(x, mesh, placement)  # type: ignore[arg-type]
-    from_local(x, mesh, [placement], (4, 3))  # type: ignore[misc]
+    from_local(x, mesh, [placement], (4, 3))  # type: ignore[call-arg]
     from_local(x, mesh, [placement], shape=4)  # type: ignore[arg-type]

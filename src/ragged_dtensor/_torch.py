@@ -22,7 +22,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 # Private, all since torch 2.11 or earlier: there is no registry for placements (pytorch#169320).
 from torch.distributed.tensor import _api as _typed_api  # isort: skip
 from torch.distributed.tensor import _dispatch as _typed_dispatch  # isort: skip
-from torch.distributed.tensor import _redistribute, _utils  # isort: skip
+from torch.distributed.tensor import _redistribute as _typed_redistribute  # isort: skip
+from torch.distributed.tensor import _utils  # isort: skip
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # isort: skip
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding  # isort: skip
 from torch.distributed.tensor.placement_types import _StridedShard  # isort: skip
@@ -39,6 +40,7 @@ OLDEST, NEWEST_BEFORE = (2, 11), (2, 15)
 # Without types: what is used of them is not exported, and methods are replaced.
 _api: Any = _typed_api
 _dispatch: Any = _typed_dispatch
+_redistribute: Any = _typed_redistribute
 _DTensor: Any = DTensor
 
 
@@ -72,7 +74,7 @@ NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
         ),
     ),
     "torch.distributed.tensor._dispatch": (_dispatch, ("redistribute_local_tensor",)),
-    "torch.distributed.tensor._redistribute": (_redistribute, ("redistribute_local_tensor", "_redistribute_backward")),
+    "torch.distributed.tensor._redistribute": (_redistribute, ("redistribute_local_tensor", "Redistribute")),
     "torch.distributed.tensor._utils": (_utils, ("_compute_local_shape_and_global_offset",)),
     "DTensor._op_dispatcher": (
         DTensor._op_dispatcher,
@@ -244,7 +246,7 @@ def _install_movement_seams() -> None:
         if seams.any_ragged(current_spec.placements) or seams.any_ragged(target_spec.placements):
             async_op = options.get("async_op", False)
             return seams.redistribute(local_tensor, current_spec, target_spec, async_op=async_op)
-        return stock(local_tensor, current_spec, target_spec, **options)
+        return stock(local_tensor, current_spec, target_spec, **options)  # type: ignore[no-any-return]
 
     _replace_everywhere("redistribute_local_tensor", stock, redistribute_local_tensor)
     _install_gradient_of_partial()
@@ -259,19 +261,19 @@ def _replace_everywhere(name: str, stock: Any, ours: Any) -> None:
 
 def _install_gradient_of_partial() -> None:
     """The gradient of Partial -> Ragged is Replicate, as torch has it for Partial -> Shard."""
-    stock = _redistribute._redistribute_backward
+    stock = _redistribute.Redistribute.backward
 
-    @functools.wraps(stock)
-    def redistribute_backward(grad_output: DTensor, previous_spec: DTensorSpec, *args: Any, **kwargs: Any) -> Any:
-        pairs = zip(grad_output.placements, previous_spec.placements, strict=True)
+    def backward(ctx: Any, grad_output: DTensor) -> Any:
+        spec = ctx.current_spec
+        pairs = zip(grad_output.placements, spec.placements, strict=True)
         placements = tuple(
-            Replicate() if seams.is_ragged(current) and target.is_partial() else target for current, target in pairs
+            Replicate() if seams.is_ragged(grad) and source.is_partial() else source for grad, source in pairs
         )
-        if placements != previous_spec.placements:
-            previous_spec = DTensorSpec(previous_spec.mesh, placements, tensor_meta=previous_spec.tensor_meta)
-        return stock(grad_output, previous_spec, *args, **kwargs)
+        if placements != spec.placements:
+            ctx.current_spec = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+        return stock(ctx, grad_output)
 
-    _redistribute._redistribute_backward = redistribute_backward
+    _redistribute.Redistribute.backward = staticmethod(backward)
 
 
 # --- local tensors
@@ -479,7 +481,7 @@ def partition_partial(placement: Placement, local: torch.Tensor, mesh: Any, axis
 
 def redistribute(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     """torch's function, or ours where a placement is ragged."""
-    return _redistribute.redistribute_local_tensor(local, current, target)
+    return _redistribute.redistribute_local_tensor(local, current, target)  # type: ignore[no-any-return]
 
 
 def check_partials(*placements: Sequence[Placement]) -> None:

@@ -67,9 +67,9 @@ def check_local_shape(local: torch.Tensor, shape: Sequence[int], placements: Pla
     expected = piece_of(shape, placements, tuple(mesh.shape), coordinate_of(mesh)).local_shape
     if tuple(local.shape) != expected:
         raise LayoutError(
-            f"Rank {coordinate_of(mesh)} of the mesh holds a tensor of shape {tuple(local.shape)}; {placements} "
-            f"of a tensor of shape {tuple(shape)} gives it {expected}. Uneven Shard(d) must follow torch.chunk; cuts of "
-            "any other size are what RaggedShard is for."
+            f"The rank at {coordinate_of(mesh)} holds a tensor of shape {tuple(local.shape)}; {placements} of a tensor "
+            f"of shape {tuple(shape)} gives it {expected}. Uneven Shard(d) must follow torch.chunk; cuts of any other "
+            "size are what RaggedShard is for."
         )
 
 
