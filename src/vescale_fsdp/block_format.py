@@ -22,7 +22,19 @@ from ragged_dtensor.granularity import ELEMENT, Granularity
 from .packing import codes_per_pack, pack, packed_numel, unpack
 from .tiling import Tiling
 
-__all__ = ["BlockFormat", "Encoded", "decode", "encode", "granularity_of", "payload_nbytes"]
+__all__ = [
+    "BlockFormat",
+    "Encoded",
+    "decode",
+    "decode_into",
+    "encode",
+    "encode_into",
+    "granularity_of",
+    "payload_nbytes",
+]
+
+CHUNK_NUMEL = 1 << 18
+"""Elements that are encoded or decoded at a time: float32 copies of them stay small, and near in cache."""
 
 
 @runtime_checkable
@@ -95,3 +107,26 @@ def decode(
     tiling = Tiling(format.block_shape, shape)
     codes = tiling.split(unpack(encoded.payload, format.bits, numel))
     return tiling.join(format.decode(codes, encoded.scales), numel).to(dtype)
+
+
+def encode_into(
+    format: BlockFormat, piece: torch.Tensor, shape: tuple[int, ...], payload: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Encode a piece, a chunk at a time, into memory that lies ready: flat uint8 payload, and the piece's scales."""
+    tiling = Tiling(format.block_shape, shape)
+    for begin, end, block in tiling.chunks(piece.numel(), CHUNK_NUMEL, multiple=codes_per_pack(format.bits)):
+        encoded = encode(format, piece[begin:end], shape)
+        payload[begin * format.bits // 8 :][: encoded.payload.numel()] = encoded.payload
+        scales[block : block + encoded.scales.numel()] = encoded.scales
+
+
+def decode_into(
+    format: BlockFormat, payload: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...], piece: torch.Tensor
+) -> None:
+    """Decode a piece, a chunk at a time, into the flat tensor `piece`, of any floating-point dtype."""
+    tiling = Tiling(format.block_shape, shape)
+    for begin, end, block in tiling.chunks(piece.numel(), CHUNK_NUMEL, multiple=codes_per_pack(format.bits)):
+        first = begin * format.bits // 8
+        bytes_of_chunk = payload[first : first + payload_nbytes(format, end - begin)]
+        encoded = Encoded(bytes_of_chunk, scales[block : block + tiling.count(end - begin)])
+        piece[begin:end] = decode(format, encoded, shape, end - begin)

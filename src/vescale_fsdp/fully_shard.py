@@ -12,15 +12,13 @@ from torch.distributed.fsdp import DataParallelMeshDims
 
 from .errors import VescaleError
 from .group import ParamGroup
+from .grouping import plan_groups
 from .guards import watch_optimizers
 from .managed import ManagedParam, check_param, find_buffers, find_managed, warn_of_losses
 from .mesh import DataMesh, default_mesh
 from .module import FSDPModule
-from .plan import GroupPlan
-from .planner import plan_group
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ParamPolicy
 from .preflight import failing_together
-from .spec import ParamSpec, alignment
 from .state import ModuleState, find_state
 from .streams import streams_of
 
@@ -74,16 +72,18 @@ def fully_shard(
 
     Call it bottom-up: each parameter belongs to the innermost wrapped module that holds it. Parameters become DTensors
     with RaggedShard placements; forward and backward gather them into one buffer per group, gradients are reduced into
-    the shards. Parameters of different dtypes become groups of their own, and so do frozen ones.
+    the shards. Parameters of different dtypes become groups of their own, and so do frozen ones and block formats.
 
     mesh: 1-D to shard over it, 2-D to replicate over its first and shard over its second axis. Default: all ranks.
     reshard_after_forward: free parameters after forward, gather them again in backward. None: True, but not for root.
     mp_policy: dtypes of computation, reduction and outputs.
     ignored_params: parameters that stay as they are.
-    param_policy: fn(fqn, param) -> ParamPolicy or None: what may not be cut, block formats, optimizers.
+    param_policy: fn(fqn, param) -> ParamPolicy or None: what may not be cut, block formats, optimizers. A parameter
+        with a format is gathered as its codes and scales; the unsharded one holds the decoded values, through which
+        gradients pass straight to the shard, which keeps its dtype.
     max_lanes: how many flat buffers a group may use; None decides by what they save.
     """
-    _refuse_unbuilt(shard_placement_fn, dp_mesh_dims, param_policy)
+    _refuse_unbuilt(shard_placement_fn, dp_mesh_dims)
     modules = _modules_of(module)
     data_mesh = DataMesh.of(mesh if mesh is not None else default_mesh())
     ignored = frozenset(ignored_params or ())
@@ -92,21 +92,22 @@ def fully_shard(
         for each in managed:
             check_param(each)
         _move_to_device(modules, managed, data_mesh.device)
-        plans = [(members, _plan(members, data_mesh, mp_policy, max_lanes)) for members in _split(managed)]
+        planned = plan_groups(managed, data_mesh, mp_policy, param_policy=param_policy, max_lanes=max_lanes)
     warn_of_losses(managed)
     reshard = _reshard_after_forward(reshard_after_forward, data_mesh)
     pin = offload_policy.pin_memory if isinstance(offload_policy, CPUOffloadPolicy) else None
     groups = [
         ParamGroup(
-            members,
+            members.managed,
             modules,
-            plan,
+            members.plan,
             data_mesh,
             mp_policy=mp_policy,
             reshard_after_forward=reshard,
             offload_pin=pin,
+            format=members.format,
         )
-        for members, plan in plans
+        for members in planned
     ]
     state = ModuleState(
         modules, groups, mp_policy=mp_policy, reshard_is_automatic=reshard_after_forward is None, ignored=ignored
@@ -118,13 +119,11 @@ def fully_shard(
     return module
 
 
-def _refuse_unbuilt(shard_placement_fn: object, dp_mesh_dims: object, param_policy: object) -> None:
+def _refuse_unbuilt(shard_placement_fn: object, dp_mesh_dims: object) -> None:
     if shard_placement_fn is not None:
         raise NotImplementedError("shard_placement_fn: placement per parameter is not built yet")
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: named data-parallel axes are not built yet")
-    if param_policy is not None:
-        raise NotImplementedError("param_policy: wishes per parameter are not built yet")
 
 
 def _modules_of(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -163,27 +162,6 @@ def _move_to_device(modules: Sequence[nn.Module], managed: Sequence[ManagedParam
             f"some parameters are on the meta device and others are not: {on_meta}. Shard them all on meta and call "
             f"to_empty, or materialise these first."
         )
-
-
-def _split(managed: Sequence[ManagedParam]) -> list[list[ManagedParam]]:
-    """One list per dtype and trainability: a frozen parameter then costs no gradient memory."""
-    groups: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
-    for each in managed:
-        groups.setdefault((each.param.dtype, each.param.requires_grad), []).append(each)
-    return list(groups.values())
-
-
-def _plan(
-    managed: Sequence[ManagedParam], mesh: DataMesh, mp_policy: MixedPrecisionPolicy, max_lanes: int | None
-) -> GroupPlan:
-    specs = [ParamSpec(each.fqn, tuple(each.param.shape), _name(each.param.dtype)) for each in managed]
-    dtypes = {managed[0].param.dtype, mp_policy.param_dtype, mp_policy.reduce_dtype, torch.bfloat16}
-    unit = alignment(_name(dtype) for dtype in dtypes if dtype is not None)
-    return plan_group(specs, mesh.num_ranks, unit=unit, align=unit, max_lanes=max_lanes)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _wrap_class(module: nn.Module) -> None:

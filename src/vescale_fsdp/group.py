@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import _torch
+from .block_format import BlockFormat
 from .buffer import DBuffer
 from .guards import Trap
 from .kept import KeptShards
@@ -20,6 +21,7 @@ from .managed import ManagedParam, mark_managed
 from .mesh import DataMesh
 from .plan import GroupPlan
 from .policy import MixedPrecisionPolicy
+from .quantized import QuantizedGather
 from .reduction import Reduction
 from .shards import Shards
 from .streams import Streams
@@ -55,6 +57,7 @@ class ParamGroup:
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int,
         offload_pin: bool | None = None,
+        format: BlockFormat | None = None,
     ) -> None:
         self.plan = plan
         self.mesh = mesh
@@ -62,6 +65,7 @@ class ParamGroup:
         self.mp_policy = mp_policy
         self.shards = Shards(managed, plan.layout, mesh, offload_pin=offload_pin)
         self.reduction = Reduction(self.shards, mesh)
+        self.quantized = QuantizedGather(plan, format) if format is not None else None
         self.traffic = Traffic()
         self.streams = Streams()
         self.name = plan.name
@@ -86,7 +90,8 @@ class ParamGroup:
     def kind(self) -> str:
         """What sets this group apart from others of the same module."""
         frozen = "" if self.shards.is_trainable else ", frozen"
-        return str(self.shards.dtype).removeprefix("torch.") + frozen
+        format = "" if self.quantized is None else f", {self.quantized.format.name}"
+        return str(self.shards.dtype).removeprefix("torch.") + frozen + format
 
     @property
     def device(self) -> torch.device:
@@ -102,8 +107,9 @@ class ParamGroup:
 
     @property
     def views_shard(self) -> bool:
-        """Whether the unsharded parameters are the shard itself: one rank, no cast, no offload."""
-        return self.mesh.num_ranks == 1 and self.compute_dtype == self.shards.dtype and not self.shards.is_offloaded
+        """Whether the unsharded parameters are the shard itself: one rank, no cast, no format, no offload."""
+        is_same = self.compute_dtype == self.shards.dtype and self.quantized is None
+        return self.mesh.num_ranks == 1 and is_same and not self.shards.is_offloaded
 
     @property
     def registered(self) -> Sequence[nn.Parameter]:
@@ -163,7 +169,9 @@ class ParamGroup:
             whole = self._whole_buffer()
             whole.alloc()
             comm, traffic = self.all_gather_comm, self.traffic
-            gathering = gather(shard, whole, mesh, comm=comm, async_op=async_op, traffic=traffic)
+            # What is kept after forward was decoded before: it is gathered as it is.
+            start = gather if self.quantized is None or self._kept else self.quantized.start
+            gathering = start(shard, whole, mesh, comm=comm, async_op=async_op, traffic=traffic)
         self._pending = gathering, self.streams.gathered(self._lane)
 
     def wait_for_unshard(self) -> None:

@@ -20,6 +20,7 @@ largest magnitude, so its scale is that of the elements that exist; what was fil
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -95,6 +96,19 @@ class Tiling:
         down, across = -(-height // rows), -(-width // columns)
         tiles = blocks.reshape(stack, down, across, rows, columns).transpose(2, 3)
         return tiles.reshape(stack, down * rows, across * columns)[:, :height, :width].reshape(numel)
+
+    def chunks(self, numel: int, most: int, *, multiple: int = 1) -> Iterator[tuple[int, int, int]]:
+        """A piece of `numel` elements as (begin, end, first block) of pieces of about `most` elements each.
+
+        Their begins are multiples of `multiple` elements too. One granule may be more than `most`.
+        """
+        unit = math.lcm(self.granularity, multiple)
+        step = max(most // unit, 1) * unit
+        block = 0
+        for begin in range(0, numel, step):
+            end = min(begin + step, numel)
+            yield begin, end, block
+            block += self.count(end - begin)
 
     @cached_property
     def _sizes(self) -> tuple[int, int]:

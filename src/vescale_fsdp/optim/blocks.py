@@ -84,14 +84,9 @@ class BlockedParam:
 
     def chunks(self) -> Iterator[Chunk]:
         """This rank's elements in runs of whole blocks."""
-        tiling, numel = self.tiling, self.numel
-        step = max(CHUNK_NUMEL // tiling.granularity, 1) * tiling.granularity
-        block = 0
-        for begin in range(0, numel, step):
-            end = min(begin + step, numel)
-            count = tiling.count(end - begin)
-            yield Chunk(Span(begin, end), Span(block, block + count))
-            block += count
+        tiling = self.tiling
+        for begin, end, block in tiling.chunks(self.numel, CHUNK_NUMEL):
+            yield Chunk(Span(begin, end), Span(block, block + tiling.count(end - begin)))
 
     @property
     def _sharding(self) -> tuple[int, RaggedShard] | None:
