@@ -3,7 +3,7 @@
 Reading order; a file imports only what stands before it:
 
     matrices orthogonalize owners holdings route passage terms lend adamw blocks adamw8bit optimizer muon preconditioner
-    panels shampoo
+    panel_state panels shampoo
 """
 
 from .adamw8bit import AdamW8bit

@@ -12,12 +12,12 @@ A `Matrix` is always a contiguous run of the row-major parameter, so that a rank
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vescale_fsdp.errors import VescaleError
 
-__all__ = ["Matrix", "matrices_of"]
+__all__ = ["Matrix", "cuts", "matrices_of", "panels_of"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,20 @@ def matrices_of(
             matrices.append(Matrix(tensor, begin, height, columns))
             begin += height * columns
     return tuple(matrices)
+
+
+def panels_of(matrix: Matrix, most_rows: int) -> tuple[Matrix, ...]:
+    """The matrix in panels of at most so many rows, each a contiguous run itself."""
+    return tuple(
+        Matrix(matrix.tensor, matrix.begin + begin * matrix.columns, end - begin, matrix.columns)
+        for begin, end in cuts(matrix.rows, most_rows)
+    )
+
+
+def cuts(size: int, most: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of pieces of `most`, of which the last may be smaller."""
+    for begin in range(0, size, most):
+        yield begin, min(size, begin + most)
 
 
 def _stack_rows_columns(shape: tuple[int, ...], flatten: bool, fqn: str) -> tuple[int, int, int]:

@@ -1,116 +1,136 @@
-"""Where the state of Shampoo's blocks lies: panels of rows, and 1-d tensors whose runs belong to the panels' owners.
+"""The loop that blocked optimizers share: panels of rows are lent, and every block is updated by its panel's owner.
 
-w (6, 5), blocks of at most 4:   panel 0 = rows 0..4, blocks (4, 4) (4, 1)     owner 0
-                                 panel 1 = rows 4..6, blocks (2, 4) (2, 1)     owner 1
+    class Sketch(PanelOptimizer):
+        algorithm = "sketch"
+        kinds = {"factors": Kind.SIDES}
+        def update(self, grad_MN, views, step): ...   # one block: its update; `views` of its state move on in place
 
-factors   | 4*4 + 4*4 | 4*4 + 1*1 || 2*2 + 4*4 | 2*2 + 1*1 |     49 elements on rank 0, 25 on rank 1
-square    |    4*4    |    4*1    ||    2*4    |    2*1    |     20 elements on rank 0, 10 on rank 1
+A matrix is cut into panels of `max_block_dim` rows, and each panel into blocks of as many columns. A panel is a
+contiguous run: where a shard holds it whole (granularity "rows" of as many rows, or "whole") nothing travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
-from ragged_dtensor import RaggedShard
+from vescale_fsdp._torch import foreach_add_, foreach_mul_
+from vescale_fsdp.errors import VescaleError
 
-from .lend import flat_local
-from .matrices import Matrix
-from .preconditioner import BlockState, column_blocks
-from .terms import Place, Terms
+from .lend import Run
+from .matrices import Matrix, cuts, panels_of
+from .optimizer import Borrowed, Group, MatrixOptimizer
+from .panel_state import BlockViews, Kind, PanelStates, ascending_owners
 
-__all__ = ["STATES", "PanelStates", "panels_of"]
-
-STATES = ("factors", "roots", "square")
+__all__ = ["PanelOptimizer"]
 
 
-def panels_of(matrix: Matrix, max_preconditioner_dim: int) -> tuple[Matrix, ...]:
-    """The matrix in panels of at most so many rows."""
-    return tuple(
-        Matrix(matrix.tensor, matrix.begin + begin * matrix.columns, end - begin, matrix.columns)
-        for begin, end in column_blocks(matrix.rows, max_preconditioner_dim)
-    )
+class PanelOptimizer(MatrixOptimizer):
+    """Base of optimizers whose state belongs to blocks of at most `max_block_dim` rows and columns.
 
+    State of a parameter: `step`, and for each name in `kinds` a 1-d DTensor with a RaggedShard over the axis along
+    which matrices travel; it holds the panels in memory order, each by its owner. All ranks hold the same names.
 
-@dataclass(frozen=True)
-class PanelStates:
-    """The 1-d state tensors of one parameter: its panels in memory order, and their owners, which never descend."""
+    Raises NotImplementedError for parameters that are sharded over two mesh axes (tensor parallelism).
+    """
 
-    fqn: str
-    place: Place
-    panels: tuple[Matrix, ...]
-    owners: tuple[int, ...]
-    max_preconditioner_dim: int
+    kinds: Mapping[str, Kind]
 
-    @classmethod
-    def of(cls, terms: Terms, index: int, fqn: str, max_preconditioner_dim: int) -> PanelStates:
-        """For parameter number `index`. Raises NotImplementedError if matrices travel along several mesh axes."""
-        if len(terms.place.axes) > 1:
-            raise NotImplementedError(
-                f"{fqn}: Shampoo keeps its state on one sharded mesh axis, but the parameters on this mesh are sharded "
-                f"over axes {terms.place.axes}. Use Muon, or leave tensor parallelism."
-            )
-        pairs = sorted(terms.of_tensor(index), key=lambda pair: pair[0].begin)
-        panels, owners = tuple(panel for panel, _ in pairs), tuple(owner for _, owner in pairs)
-        return cls(fqn, terms.place, panels, owners, max_preconditioner_dim)
+    def __init__(self, params: Any, defaults: Group, *, max_block_dim: int = 1024, **options: Any) -> None:
+        if max_block_dim < 1:
+            raise VescaleError(f"max_preconditioner_dim: expected at least 1, got {max_block_dim}.")
+        self.max_block_dim = max_block_dim
+        super().__init__(params, defaults, **options)
+        for borrowed in self.borrowed():
+            PanelStates.of(borrowed.lender.terms, 0, borrowed.names[0], max_block_dim)
 
-    def blocks(self, panel: Matrix) -> list[tuple[int, int]]:
-        """Rows and columns of each block."""
-        return [(panel.rows, end - begin) for begin, end in column_blocks(panel.columns, self.max_preconditioner_dim)]
+    @abstractmethod
+    def update(self, grad_MN: Tensor, views: BlockViews, step: int) -> Tensor:
+        """The update of one block at step number `step` (from 1)."""
 
-    def numel(self, name: str, panel: Matrix) -> int:
-        if name == "square":
-            return panel.numel
-        return sum(rows**2 + columns**2 for rows, columns in self.blocks(panel))
+    def add_param_group(self, param_group: Group) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name in ("lr", "weight_decay"):
+            if not float(group[name]) >= 0:
+                raise VescaleError(f"{name}: expected {name} >= 0, got {group[name]}.")
 
-    def zeros(self, name: str, param: Tensor) -> Tensor:
-        """The state tensor `name`, a DTensor if the parameter is one."""
-        counts = [0] * self.place.num_ranks
-        for panel, owner in zip(self.panels, self.owners, strict=True):
-            counts[owner] += self.numel(name, panel)
-        local = torch.zeros(counts[self._here], dtype=state_dtype(param), device=self.place.device)
-        if not isinstance(param, DTensor):
-            return local
-        mesh, axes = param.device_mesh, self.place.axes
-        placements = [RaggedShard((0,), counts) if axis in axes else Replicate() for axis in range(mesh.ndim)]
-        shape = torch.Size((sum(counts),))
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(1,))
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load, keeping the blocks' state in its own dtype (torch casts state to the parameter's)."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(saved, params, strict=True):
+            for name in self.kinds:
+                if name in state_dict["state"].get(number, {}):
+                    self.state[param][name] = state_dict["state"][number][name].clone()
 
-    def views(self, states: Mapping[str, Tensor]) -> dict[int, list[BlockState]]:
-        """The states of this rank's blocks, as views, by the begin of their panel."""
-        rest = {name: flat_local(state, f"{self.fqn}: {name}") for name, state in states.items()}
-        none = rest["factors"].new_zeros(())
+    def matrices_of(self, name: str, param: Tensor, index: int) -> tuple[Matrix, ...]:
+        matrices = super().matrices_of(name, param, index)
+        return tuple(panel for matrix in matrices for panel in panels_of(matrix, self.max_block_dim))
 
-        def take(name: str, rows: int, columns: int) -> Tensor:
-            if name not in rest:
-                return none
-            view, rest[name] = rest[name].tensor_split((rows * columns,))
-            return view.view(rows, columns)
+    def cost(self, matrix: Matrix) -> int:
+        """Products with both sides of every block."""
+        blocks = [(matrix.rows, end - begin) for begin, end in cuts(matrix.columns, self.max_block_dim)]
+        return sum(self.block_cost(rows, columns) for rows, columns in blocks)
 
-        views: dict[int, list[BlockState]] = {}
-        for panel, owner in zip(self.panels, self.owners, strict=True):
-            if owner == self._here:
-                views[panel.begin] = [
-                    BlockState(
-                        take("factors", m, m),
-                        take("factors", n, n),
-                        take("roots", m, m),
-                        take("roots", n, n),
-                        take("square", m, n),
-                    )
-                    for m, n in self.blocks(panel)
-                ]
-        return views
+    def block_cost(self, rows: int, columns: int) -> int:
+        """What the update of one block costs, in operations."""
+        return 8 * rows * columns * (rows + columns)
 
-    @property
-    def _here(self) -> int:
-        return self.place.here[0] if self.place.axes else 0
+    def reorder(self, matrices: Sequence[Matrix], owners: Sequence[int], whole: Sequence[int | None]) -> Sequence[int]:
+        return ascending_owners(matrices, owners, whole)
 
+    def read(self, borrowed: Borrowed, runs: Sequence[Run]) -> list[Tensor]:
+        return [run.of(borrowed.local_grad(run.matrix.tensor)) for run in runs]
 
-def state_dtype(param: Tensor) -> torch.dtype:
-    """Factors and roots are never kept in less than float32."""
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
+    def compute(self, borrowed: Borrowed, matrices: Sequence[Matrix], values: list[Tensor]) -> list[Tensor]:
+        views = {index: self._views(borrowed, index) for index in {matrix.tensor for matrix in matrices}}
+        results = []
+        for matrix, value_MN in zip(matrices, values, strict=True):
+            step = self.step_number(borrowed, matrix.tensor)
+            result_MN = torch.empty_like(value_MN)
+            blocks = cuts(matrix.columns, self.max_block_dim)
+            for (begin, end), block in zip(blocks, views[matrix.tensor][matrix.begin], strict=True):
+                result_MN[:, begin:end] = self.update(value_MN[:, begin:end], block, step)
+            results.append(result_MN)
+        return results
+
+    def write(self, borrowed: Borrowed, runs: Sequence[Run], results: Sequence[Tensor]) -> None:
+        for group, positions in borrowed.by_group(runs):
+            self.apply(borrowed, group, [runs[i] for i in positions], [results[i] for i in positions])
+
+    def apply(self, borrowed: Borrowed, group: Group, runs: Sequence[Run], updates: Sequence[Tensor]) -> None:
+        """Decay the weights, then subtract the updates, for this rank's runs of one parameter group."""
+        lr = float(group["lr"])
+        params = [run.of(borrowed.local(run.matrix.tensor)) for run in runs]
+        foreach_mul_(params, 1 - lr * group["weight_decay"])
+        foreach_add_(params, updates, alpha=-lr)
+
+    def conclude(self, borrowed: Borrowed, updated: Sequence[int]) -> None:
+        for index in updated:
+            self.step_number(borrowed, index)
+            self._views(borrowed, index)
+            self.state[borrowed.params[index]]["step"] += 1
+
+    def step_number(self, borrowed: Borrowed, index: int) -> int:
+        """The number of the step under way, from 1."""
+        state = self.state[borrowed.params[index]]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0)
+        return int(state["step"]) + 1
+
+    def _views(self, borrowed: Borrowed, index: int) -> dict[int, list[BlockViews]]:
+        """The state of the owned blocks, by the begin of their panel; zeros where there is none yet."""
+        param, state = borrowed.params[index], self.state[borrowed.params[index]]
+        layout = PanelStates.of(borrowed.lender.terms, index, borrowed.names[index], self.max_block_dim)
+        if not layout.panels:
+            return {}
+        for name, kind in self.kinds.items():
+            if name not in state:
+                state[name] = layout.zeros(kind, param)
+        return layout.views(self.kinds, state)

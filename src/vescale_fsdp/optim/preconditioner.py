@@ -12,7 +12,6 @@ Learning" (arXiv 2002.09018). Nothing here knows of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from vescale_fsdp.errors import VescaleError
 
-__all__ = ["BlockState", "Grafting", "ShampooOptions", "column_blocks", "inverse_root", "precondition"]
+__all__ = ["BlockState", "Grafting", "ShampooOptions", "inverse_root", "precondition"]
 
 Grafting = Literal["sgd", "adagrad", "rmsprop", "adam"]
 # Keeps the quotient of two norms finite where the preconditioned update is zero.
@@ -130,12 +129,6 @@ def inverse_root(factor_KK: Tensor, *, epsilon: float, fallback_KK: Tensor, orde
         if bool(root_KK.isfinite().all()):
             return root_KK.to(factor_KK.dtype)
     return fallback_KK
-
-
-def column_blocks(columns: int, max_preconditioner_dim: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of each block of a panel's columns; the last may be narrower."""
-    for begin in range(0, columns, max_preconditioner_dim):
-        yield begin, min(columns, begin + max_preconditioner_dim)
 
 
 def _grafted(grad_MN: Tensor, square_MN: Tensor, step: int, options: ShampooOptions) -> Tensor:

@@ -2,9 +2,8 @@
 
     optimizer = Shampoo(matrix_groups(model, lr=3e-4), lr=1e-3, max_preconditioner_dim=1024, precondition_frequency=10)
 
-A matrix is cut into panels of `max_preconditioner_dim` rows, and each panel into blocks of as many columns. A panel is
-a contiguous run: where a shard holds it whole (granularity "rows" of as many rows, or "whole") nothing travels; other
-panels are lent to an owner. Every block is preconditioned once, so that results do not depend on the number of ranks.
+A matrix is cut into blocks of at most `max_preconditioner_dim` rows and columns; see `PanelOptimizer`. Every block is
+preconditioned once, by its owner, so that results do not depend on the number of ranks.
 
 State of a parameter, all DTensors, so that checkpoints reshard them like any other:
 
@@ -30,15 +29,15 @@ from vescale_fsdp._torch import foreach_add_, foreach_lerp_, foreach_mul_
 from vescale_fsdp.errors import VescaleError
 
 from .lend import BUCKET_NBYTES, Run, flat_local
-from .matrices import Matrix
-from .optimizer import Borrowed, Group, MatrixOptimizer
-from .panels import STATES, PanelStates, panels_of
-from .preconditioner import BlockState, Grafting, ShampooOptions, column_blocks, precondition
+from .optimizer import Borrowed, Group
+from .panel_state import BlockViews, Kind
+from .panels import PanelOptimizer
+from .preconditioner import BlockState, Grafting, ShampooOptions, precondition
 
 __all__ = ["Shampoo"]
 
 
-class Shampoo(MatrixOptimizer):
+class Shampoo(PanelOptimizer):
     """Shampoo whose blocks are preconditioned by the ranks that own them.
 
     lr, beta1, weight_decay: learning rate; decay of the mean of the preconditioned updates, bias-corrected; decoupled
@@ -70,145 +69,64 @@ class Shampoo(MatrixOptimizer):
         flatten: Collection[str] = (),
         bucket_nbytes: int = BUCKET_NBYTES,
     ) -> None:
-        if max_preconditioner_dim < 1:
-            raise VescaleError(f"max_preconditioner_dim: expected at least 1, got {max_preconditioner_dim}.")
         self.options = ShampooOptions(
             beta2, epsilon, precondition_frequency, start_preconditioning_step, grafting, grafting_epsilon
         )
-        self.max_preconditioner_dim = max_preconditioner_dim
+        self.kinds = {"factors": Kind.SIDES, "roots": Kind.SIDES}
+        if self.options.needs_square:
+            self.kinds["square"] = Kind.BLOCK
         defaults = {"lr": lr, "beta1": beta1, "weight_decay": weight_decay}
-        super().__init__(params, defaults, split=split, flatten=flatten, bucket_nbytes=bucket_nbytes)
-        for borrowed in self.borrowed():
-            PanelStates.of(borrowed.lender.terms, 0, borrowed.names[0], max_preconditioner_dim)
+        super().__init__(
+            params,
+            defaults,
+            max_block_dim=max_preconditioner_dim,
+            split=split,
+            flatten=flatten,
+            bucket_nbytes=bucket_nbytes,
+        )
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group["algorithm"] == self.algorithm:
-            if not 0 <= group["beta1"] < 1:
-                raise VescaleError(f"beta1: expected 0 <= beta1 < 1, got {group['beta1']}.")
-            for name in ("lr", "weight_decay"):
-                if not float(group[name]) >= 0:
-                    raise VescaleError(f"{name}: expected {name} >= 0, got {group[name]}.")
+        if not 0 <= group["beta1"] < 1:
+            raise VescaleError(f"beta1: expected 0 <= beta1 < 1, got {group['beta1']}.")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load, keeping factors and roots in their own dtype (torch casts state to the parameter's)."""
-        super().load_state_dict(state_dict)
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(saved, params, strict=True):
-            for name in STATES:
-                if name in state_dict["state"].get(number, {}):
-                    self.state[param][name] = state_dict["state"][number][name].clone()
-
-    def matrices_of(self, name: str, param: Tensor, index: int) -> tuple[Matrix, ...]:
-        matrices = super().matrices_of(name, param, index)
-        return tuple(panel for matrix in matrices for panel in panels_of(matrix, self.max_preconditioner_dim))
-
-    def cost(self, matrix: Matrix) -> int:
+    def block_cost(self, rows: int, columns: int) -> int:
         """Products in every step, two eigendecompositions (about 10 K^3 each) every so often."""
-        cost = 0
-        for begin, end in column_blocks(matrix.columns, self.max_preconditioner_dim):
-            rows, columns = matrix.rows, end - begin
-            roots = 10 * (rows**3 + columns**3) // self.options.precondition_frequency
-            cost += 4 * rows * columns * (rows + columns) + roots
-        return cost
+        roots = 10 * (rows**3 + columns**3) // self.options.precondition_frequency
+        return 4 * rows * columns * (rows + columns) + roots
 
-    def reorder(self, matrices: Sequence[Matrix], owners: Sequence[int], whole: Sequence[int | None]) -> Sequence[int]:
-        """Owners that never descend along a parameter, so that what a rank owns is one run of the parameter's state."""
-        by_tensor: dict[int, list[int]] = defaultdict(list)
-        for number in sorted(range(len(matrices)), key=lambda number: matrices[number].begin):
-            by_tensor[matrices[number].tensor].append(number)
-        ordered = list(owners)
-        for numbers in by_tensor.values():
-            pinned = [whole[number] for number in numbers]
-            ascending = _ascending([owners[number] for number in numbers], pinned)
-            for number, owner in zip(numbers, ascending, strict=True):
-                ordered[number] = owner
-        return ordered
+    def update(self, grad_MN: Tensor, views: BlockViews, step: int) -> Tensor:
+        (left, right), (left_root, right_root) = views["factors"], views["roots"]
+        (square,) = views.get("square", (grad_MN,))
+        state = BlockState(left, right, left_root, right_root, square)
+        update_MN, new = precondition(grad_MN, state, step, self.options)
+        for old_part, new_part in zip(state[: 5 if "square" in views else 4], new, strict=False):
+            old_part.copy_(new_part)
+        return update_MN
 
-    def read(self, borrowed: Borrowed, runs: Sequence[Run]) -> list[Tensor]:
-        return [run.of(borrowed.local_grad(run.matrix.tensor)) for run in runs]
-
-    def compute(self, borrowed: Borrowed, matrices: Sequence[Matrix], values: list[Tensor]) -> list[Tensor]:
-        states = {index: self._states(borrowed, index) for index in {matrix.tensor for matrix in matrices}}
-        return [
-            self._panel(value, states[matrix.tensor][matrix.begin], self._step(borrowed, matrix.tensor))
-            for matrix, value in zip(matrices, values, strict=True)
-        ]
-
-    def write(self, borrowed: Borrowed, runs: Sequence[Run], results: Sequence[Tensor]) -> None:
-        by_scale: dict[tuple[float, float, float, float], list[tuple[Run, Tensor]]] = defaultdict(list)
-        for run, result in zip(runs, results, strict=True):
-            group, step = borrowed.groups[run.matrix.tensor], self._step(borrowed, run.matrix.tensor)
-            lr, beta1 = float(group["lr"]), group["beta1"]
-            by_scale[lr, beta1, group["weight_decay"], 1 - beta1**step].append((run, result))
-        for (lr, beta1, weight_decay, unbias), entries in by_scale.items():
-            params = [run.of(borrowed.local(run.matrix.tensor)) for run, _ in entries]
-            updates = [result for _, result in entries]
-            if beta1:
-                means = [run.of(self._mean(borrowed, run.matrix.tensor)) for run, _ in entries]
-                foreach_lerp_(means, updates, 1 - beta1)
-                updates = means
-            foreach_mul_(params, 1 - lr * weight_decay)
-            foreach_add_(params, updates, alpha=-lr / unbias)
+    def apply(self, borrowed: Borrowed, group: Group, runs: Sequence[Run], updates: Sequence[Tensor]) -> None:
+        lr, beta1 = float(group["lr"]), group["beta1"]
+        params = [run.of(borrowed.local(run.matrix.tensor)) for run in runs]
+        foreach_mul_(params, 1 - lr * group["weight_decay"])
+        if beta1:
+            means = [run.of(self._mean(borrowed, run.matrix.tensor)) for run in runs]
+            foreach_lerp_(means, [update.to(means[0].dtype) for update in updates], 1 - beta1)
+            updates = means
+        by_step: dict[int, list[int]] = defaultdict(list)
+        for position, run in enumerate(runs):
+            by_step[self.step_number(borrowed, run.matrix.tensor)].append(position)
+        for step, same in by_step.items():
+            foreach_add_([params[i] for i in same], [updates[i] for i in same], alpha=-lr / (1 - beta1**step))
 
     def conclude(self, borrowed: Borrowed, updated: Sequence[int]) -> None:
+        super().conclude(borrowed, updated)
         for index in updated:
-            self._step(borrowed, index)
-            self._states(borrowed, index)
             if borrowed.groups[index]["beta1"]:
                 self._mean(borrowed, index)
-            self.state[borrowed.params[index]]["step"] += 1
-
-    def _step(self, borrowed: Borrowed, index: int) -> int:
-        """The number of the step under way, from 1."""
-        state = self.state[borrowed.params[index]]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0)
-        return int(state["step"]) + 1
 
     def _mean(self, borrowed: Borrowed, index: int) -> Tensor:
         state = self.state[borrowed.params[index]]
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(borrowed.params[index])
         return flat_local(state["exp_avg"], f"{borrowed.names[index]}: exp_avg")
-
-    def _panel(self, value_MN: Tensor, states: Sequence[BlockState], step: int) -> Tensor:
-        """The update of one owned panel; its blocks' states move on."""
-        result_MN = torch.empty_like(value_MN)
-        blocks = column_blocks(value_MN.size(1), self.max_preconditioner_dim)
-        for (begin, end), state in zip(blocks, states, strict=True):
-            result_MN[:, begin:end], new = precondition(value_MN[:, begin:end], state, step, self.options)
-            for old_part, new_part in zip(state, new, strict=True):
-                old_part.copy_(new_part)
-        return result_MN
-
-    def _states(self, borrowed: Borrowed, index: int) -> dict[int, list[BlockState]]:
-        """Views of the state of the owned blocks, by the begin of their panel; zeros where there is none yet."""
-        param, state = borrowed.params[index], self.state[borrowed.params[index]]
-        layout = PanelStates.of(borrowed.lender.terms, index, borrowed.names[index], self.max_preconditioner_dim)
-        if not layout.panels:
-            return {}
-        for name in STATES[: 3 if self.options.needs_square else 2]:
-            if name not in state:
-                state[name] = layout.zeros(name, param)
-        return layout.views({name: state[name] for name in STATES if name in state})
-
-
-def _ascending(owners: Sequence[int], pinned: Sequence[int | None]) -> list[int]:
-    """`owners` sorted between the pinned ones, and within their bounds; all sorted when the pinned ones descend."""
-    fixed = [owner for owner in pinned if owner is not None]
-    if fixed != sorted(fixed):
-        return sorted(owners)
-    result: list[int] = []
-    free: list[int] = []
-    low = 0
-    for owner, pin in [*zip(owners, pinned, strict=True), (0, max(owners, default=0))]:
-        if pin is None:
-            free.append(owner)
-            continue
-        result += [min(max(each, low), pin) for each in sorted(free)]
-        result.append(pin)
-        free, low = [], pin
-    return result[:-1]

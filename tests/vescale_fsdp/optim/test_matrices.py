@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vescale_fsdp.optim.matrices import Matrix, matrices_of
+from vescale_fsdp.optim.matrices import Matrix, matrices_of, panels_of
 
 
 def spans(*args: object, **options: object) -> list[tuple[int, int, int]]:
@@ -21,6 +21,11 @@ def test_shapes_become_matrices() -> None:
 def test_a_split_cuts_the_rows_of_every_matrix() -> None:
     assert spans((16, 5), split=(8, 4, 4)) == [(0, 8, 5), (40, 4, 5), (60, 4, 5)]
     assert spans((2, 4, 3), split=(2, 2)) == [(0, 2, 3), (6, 2, 3), (12, 2, 3), (18, 2, 3)]
+
+
+def test_panels_are_runs_of_rows_of_which_the_last_may_be_lower() -> None:
+    panels = panels_of(Matrix(0, 100, 10, 3), 4)
+    assert [(panel.begin, panel.rows) for panel in panels] == [(100, 4), (112, 4), (124, 2)]
 
 
 def test_nothing_has_no_matrices() -> None:

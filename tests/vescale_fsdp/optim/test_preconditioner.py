@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vescale_fsdp.optim.preconditioner import BlockState, ShampooOptions, column_blocks, inverse_root, precondition
+from vescale_fsdp.optim.preconditioner import BlockState, ShampooOptions, inverse_root, precondition
 
 
 def power(symmetric: Tensor, exponent: float) -> Tensor:
@@ -116,10 +116,6 @@ def test_a_decomposition_that_fails_is_tried_in_float64_and_then_gives_way_to_th
     assert seen == [torch.float32, torch.float64]
     with patch.object(torch.linalg, "eigh", side_effect=RuntimeError):
         assert torch.equal(inverse_root(factor, epsilon=1e-12, fallback_KK=fallback), fallback)
-
-
-def test_columns_are_cut_into_blocks_of_which_the_last_may_be_narrower() -> None:
-    assert list(column_blocks(10, 4)) == [(0, 4), (4, 8), (8, 10)]
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_missing_gradients_empty_shards_and_nothing_at_all() -> None:
 def test_tensor_parallel_parameters_are_refused_when_the_optimizer_is_made() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     param = nn.Parameter(shard(fulls(1)[0], mesh, [RaggedShard((0,), (1, 2)), Shard(1)]))
-    with pytest.raises(NotImplementedError, match=r"w: Shampoo keeps its state on one sharded mesh axis"):
+    with pytest.raises(NotImplementedError, match=r"w: the state of blocks lies on one sharded mesh axis"):
         Shampoo([("w", param)])
 
 
