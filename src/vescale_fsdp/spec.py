@@ -59,6 +59,8 @@ class ParamSpec:
     dtype: str = "float32"
     granularity: Granularity = ELEMENT
     numel: int = field(init=False, repr=False, compare=False)
+    row: int = field(init=False, repr=False, compare=False)
+    """Elements of one row, between which cuts are preferred."""
 
     def __post_init__(self) -> None:
         if not self.fqn:
@@ -68,11 +70,7 @@ class ParamSpec:
         if self.dtype not in _BITS:
             raise PlanError(f"{self.fqn}: unknown dtype {self.dtype!r}; expected torch's name, one of {sorted(_BITS)}")
         object.__setattr__(self, "numel", math.prod(self.shape))
-
-    @property
-    def row(self) -> int:
-        """Elements between two cuts that leave whole rows, at which cuts are preferred."""
-        return max(math.prod(self.shape[1:]), 1)
+        object.__setattr__(self, "row", max(math.prod(self.shape[1:]), 1))
 
     @property
     def nbytes(self) -> int:

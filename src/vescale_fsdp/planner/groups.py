@@ -70,9 +70,9 @@ def plan_group(
 
 
 def _refuse_mixed(name: str, specs: Sequence[ParamSpec]) -> None:
-    for spec in specs:
-        if spec.dtype != specs[0].dtype:
-            raise PlanError(f"{spec.fqn}: {spec.dtype} in group {name!r} of {specs[0].dtype}. A group holds one dtype.")
+    if len({spec.dtype for spec in specs}) > 1:
+        spec = next(spec for spec in specs if spec.dtype != specs[0].dtype)
+        raise PlanError(f"{spec.fqn}: {spec.dtype} in group {name!r} of {specs[0].dtype}. A group holds one dtype.")
     if len({spec.fqn for spec in specs}) != len(specs):
         raise PlanError(f"group {name!r} names a parameter twice")
 
