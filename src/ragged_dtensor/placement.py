@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
@@ -38,6 +38,7 @@ class RaggedShard(Placement):
 
     dims: tuple[int, ...]
     local_units: Units
+    _hash: int = field(init=False)
 
     def __init__(self, dims: Iterable[int], local_units: Sequence[int]) -> None:
         super().__init__()  # without it the C++ base crashes in is_shard()
@@ -48,6 +49,7 @@ class RaggedShard(Placement):
                 f"dims=() is for 0-dim tensors, which one rank owns, got local_units={self.local_units.spell()}. "
                 "Give exactly one rank a positive unit."
             )
+        object.__setattr__(self, "_hash", hash((type(self).__name__, *self._key)))
         _torch.register()
 
     @property
@@ -71,7 +73,7 @@ class RaggedShard(Placement):
         return self._key == other._key
 
     def __hash__(self) -> int:
-        return hash((type(self).__name__, *self._key))
+        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._key

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,16 +23,7 @@ from ragged_dtensor.collectives import Axis, wait
 from ragged_dtensor.errors import LayoutError, UnsupportedTransitionError
 from ragged_dtensor.layout import Piece, Shape
 from ragged_dtensor.ownership import Placements, coordinate_of, piece_of
-from ragged_dtensor.transition import (
-    Packing,
-    Region,
-    Step,
-    Transfer,
-    find_steps,
-    pieces_along,
-    plan_slice,
-    plan_transfer,
-)
+from ragged_dtensor.transition import Movement, Packing, Region, Step, find_movements
 
 
 def redistribute_local(
@@ -53,10 +43,12 @@ def redistribute_local(
     _torch.check_partials(source, target)
     if _torch.has_torch_order(current_spec) or _torch.has_torch_order(target_spec):
         return _through_replicate(local, current_spec, target_spec)
-    shape = tuple(current_spec.shape)
-    check_local_shape(local, shape, source, mesh)
-    for step in find_steps(shape, source, target, tuple(mesh.shape)):
-        local = _Movement(step, shape, mesh).apply(wait(local))
+    shape, coordinate = tuple(current_spec.shape), coordinate_of(mesh)
+    expected, movements = find_movements(shape, source, target, tuple(mesh.shape), coordinate)
+    if tuple(local.shape) != expected:
+        raise _other_local_shape(local, shape, source, coordinate, expected)
+    for movement in movements:
+        local = _apply(movement, Axis(mesh, movement.step.axis), wait(local))
     if not async_op:
         local = wait(local)
     return local if any(map(_torch.seams.is_ragged, target)) else _torch.with_stride_order(local, target_spec)
@@ -64,13 +56,20 @@ def redistribute_local(
 
 def check_local_shape(local: torch.Tensor, shape: Sequence[int], placements: Placements, mesh: DeviceMesh) -> None:
     """Raise LayoutError unless `local` has the shape that the placements give this rank."""
-    expected = piece_of(shape, placements, tuple(mesh.shape), coordinate_of(mesh)).local_shape
+    coordinate = coordinate_of(mesh)
+    expected = piece_of(shape, placements, tuple(mesh.shape), coordinate).local_shape
     if tuple(local.shape) != expected:
-        raise LayoutError(
-            f"The rank at {coordinate_of(mesh)} holds a tensor of shape {tuple(local.shape)}; {placements} of a tensor "
-            f"of shape {tuple(shape)} gives it {expected}. Uneven Shard(d) must follow torch.chunk; cuts of any other "
-            "size are what RaggedShard is for."
-        )
+        raise _other_local_shape(local, tuple(shape), placements, coordinate, expected)
+
+
+def _other_local_shape(
+    local: torch.Tensor, shape: Shape, placements: Placements, coordinate: Shape, expected: Shape
+) -> LayoutError:
+    return LayoutError(
+        f"The rank at {coordinate} holds a tensor of shape {tuple(local.shape)}; {placements} of a tensor of shape "
+        f"{shape} gives it {expected}. Uneven Shard(d) must follow torch.chunk; cuts of any other size are what "
+        "RaggedShard is for."
+    )
 
 
 def _through_replicate(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
@@ -84,12 +83,17 @@ def place_replica(local: torch.Tensor, shape: Shape, step: Step, mesh: DeviceMes
 
     source: the rank along the axis whose data counts, or None for everyone's own.
     """
-    movement, local = _Movement(step, shape, mesh), local.contiguous()
+    movement, local = Movement(shape, step, tuple(mesh.shape), coordinate_of(mesh)), local.contiguous()
+    axis = Axis(mesh, step.axis)
     sends = source is not None and not local.is_meta
     if kind_of(step.target) is Kind.SHARD:
-        return scatter(movement, local, source) if source is not None and sends else slice_local(movement, local)
-    if source is not None and sends and mesh.size(step.axis) > 1 and local.numel():
-        local = movement.axis.broadcast(local.flatten(), source, local.numel()).view(local.shape)
+        return (
+            scatter(movement, axis, local, source)
+            if source is not None and sends
+            else slice_local(movement, axis, local)
+        )
+    if source is not None and sends and axis.size > 1 and local.numel():
+        local = axis.broadcast(local.flatten(), source, local.numel()).view(local.shape)
     if kind_of(step.target) is Kind.PARTIAL:
         return _torch.partition_partial(step.target, local, mesh, step.axis)
     return local
@@ -109,46 +113,20 @@ def kind_of(placement: Placement) -> Kind:
     return Kind.PARTIAL if isinstance(placement, Partial) else Kind.SHARD
 
 
-@dataclass(frozen=True)
-class _Movement:
-    """One step, seen from this rank."""
-
-    step: Step
-    shape: Shape
-    mesh: DeviceMesh
-
-    def apply(self, local: torch.Tensor) -> torch.Tensor:
-        rule = RULES[kind_of(self.step.source), kind_of(self.step.target)]
-        return rule(self, local.contiguous())
-
-    @property
-    def axis(self) -> Axis:
-        return Axis(self.mesh, self.step.axis)
-
-    @property
-    def transfer(self) -> Transfer:
-        return plan_transfer(self.shape, self.step, tuple(self.mesh.shape), coordinate_of(self.mesh))
-
-    @property
-    def result(self) -> Piece:
-        return piece_of(self.shape, self.step.after, tuple(self.mesh.shape), coordinate_of(self.mesh))
-
-    def numels(self, placements: Placements) -> list[int]:
-        """Elements per rank along the axis."""
-        mesh = tuple(self.mesh.shape)
-        return [p.numel for p in pieces_along(self.shape, placements, self.step.axis, mesh, coordinate_of(self.mesh))]
+def _apply(movement: Movement, axis: Axis, local: torch.Tensor) -> torch.Tensor:
+    rule = RULES[kind_of(movement.step.source), kind_of(movement.step.target)]
+    return rule(movement, axis, local.contiguous())
 
 
-def slice_local(movement: _Movement, local: torch.Tensor) -> torch.Tensor:
+def slice_local(movement: Movement, axis: Axis, local: torch.Tensor) -> torch.Tensor:
     """Replicate -> shard: a copy, so that the full tensor can be freed."""
-    packing = plan_slice(movement.shape, movement.step, tuple(movement.mesh.shape), coordinate_of(movement.mesh))
-    kept = pack(local, packing)
-    return (kept.clone() if packing.is_memory else kept).view(movement.result.local_shape)
+    kept = pack(local, movement.kept)
+    return (kept.clone() if movement.kept.is_memory else kept).view(movement.result.local_shape)
 
 
-def gather(movement: _Movement, local: torch.Tensor) -> torch.Tensor:
+def gather(movement: Movement, axis: Axis, local: torch.Tensor) -> torch.Tensor:
     """Shard -> Replicate."""
-    axis, numels, flat = movement.axis, movement.numels(movement.step.before), local.flatten()
+    numels, flat = movement.numels_before, local.flatten()
     owners = [rank for rank, numel in enumerate(numels) if numel]
     if axis.size == 1 or not owners:
         buffer = flat
@@ -161,18 +139,18 @@ def gather(movement: _Movement, local: torch.Tensor) -> torch.Tensor:
     return unpack(buffer, movement.transfer.receive, movement.result)
 
 
-def exchange(movement: _Movement, local: torch.Tensor) -> torch.Tensor:
+def exchange(movement: Movement, axis: Axis, local: torch.Tensor) -> torch.Tensor:
     """Shard -> another shard."""
     transfer = movement.transfer
     buffer = pack(local, transfer.send)
     if not transfer.moves_nothing:
-        buffer = movement.axis.exchange(buffer, received=transfer.receive.splits, sent=transfer.send.splits)
+        buffer = axis.exchange(buffer, received=transfer.receive.splits, sent=transfer.send.splits)
     return unpack(buffer, transfer.receive, movement.result)
 
 
-def reduce_scatter(movement: _Movement, local: torch.Tensor) -> torch.Tensor:
+def reduce_scatter(movement: Movement, axis: Axis, local: torch.Tensor) -> torch.Tensor:
     """Partial -> shard."""
-    axis, numels, flat = movement.axis, movement.numels(movement.step.after), pack(local, movement.transfer.send)
+    numels, flat = movement.numels_after, pack(local, movement.transfer.send)
     reduce_op = movement.step.source.reduce_op  # type: ignore[attr-defined]
     if axis.size == 1 or not sum(numels):
         shard = flat
@@ -183,26 +161,26 @@ def reduce_scatter(movement: _Movement, local: torch.Tensor) -> torch.Tensor:
     return shard.view(movement.result.local_shape)
 
 
-def scatter(movement: _Movement, local: torch.Tensor, source: int) -> torch.Tensor:
+def scatter(movement: Movement, axis: Axis, local: torch.Tensor, source: int) -> torch.Tensor:
     """The shard of this rank, from the replica of rank `source` of the axis."""
-    axis, numels = movement.axis, movement.numels(movement.step.after)
+    numels = movement.numels_after
     if axis.size == 1 or not sum(numels):
-        return slice_local(movement, local)
+        return slice_local(movement, axis, local)
     nothing = [0] * axis.size
-    received = [numels[axis.rank] if rank == source else 0 for rank in range(axis.size)]
-    if axis.rank == source:
+    received = [numels[movement.rank] if rank == source else 0 for rank in range(axis.size)]
+    if movement.rank == source:
         buffer = axis.exchange(pack(local, movement.transfer.send), received=received, sent=numels)
     else:
         buffer = axis.exchange(local.new_empty(0), received=received, sent=nothing)
     return wait(buffer).view(movement.result.local_shape)
 
 
-def all_reduce(movement: _Movement, local: torch.Tensor) -> torch.Tensor:
+def all_reduce(movement: Movement, axis: Axis, local: torch.Tensor) -> torch.Tensor:
     """Partial -> Replicate, by the placement's own rule."""
-    return _torch.reduce_partial(movement.step.source, local, movement.mesh, movement.step.axis)
+    return _torch.reduce_partial(movement.step.source, local, axis.mesh, axis.axis)
 
 
-RULES: dict[tuple[Kind, Kind], Callable[[_Movement, torch.Tensor], torch.Tensor]] = {
+RULES: dict[tuple[Kind, Kind], Callable[[Movement, Axis, torch.Tensor], torch.Tensor]] = {
     (Kind.REPLICATE, Kind.SHARD): slice_local,
     (Kind.SHARD, Kind.REPLICATE): gather,
     (Kind.SHARD, Kind.SHARD): exchange,

@@ -216,7 +216,7 @@ class Packing:
     splits: tuple[int, ...]
     numel: int
 
-    @property
+    @functools.cached_property
     def is_memory(self) -> bool:
         """Whether the buffer can be the local tensor's own memory."""
         starts = itertools.accumulate((region.numel for region in self.regions), initial=0)
@@ -265,6 +265,56 @@ def pieces_along(
         piece_of(shape, placements, mesh, (*coordinate[:axis], rank, *coordinate[axis + 1 :]))
         for rank in range(mesh[axis])
     ]
+
+
+@dataclass(frozen=True)
+class Movement:
+    """One step seen from one rank, in numbers; each is computed when first asked for and kept."""
+
+    shape: Shape
+    step: Step
+    mesh: Shape
+    coordinate: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """This rank's place along the axis that changes."""
+        return self.coordinate[self.step.axis]
+
+    @functools.cached_property
+    def result(self) -> Piece:
+        return piece_of(self.shape, self.step.after, self.mesh, self.coordinate)
+
+    @functools.cached_property
+    def transfer(self) -> Transfer:
+        return plan_transfer(self.shape, self.step, self.mesh, self.coordinate)
+
+    @functools.cached_property
+    def kept(self) -> Packing:
+        return plan_slice(self.shape, self.step, self.mesh, self.coordinate)
+
+    @functools.cached_property
+    def numels_before(self) -> tuple[int, ...]:
+        """Elements that each rank along the axis holds before the step."""
+        return self._numels(self.step.before)
+
+    @functools.cached_property
+    def numels_after(self) -> tuple[int, ...]:
+        return self._numels(self.step.after)
+
+    def _numels(self, placements: Placements) -> tuple[int, ...]:
+        pieces = pieces_along(self.shape, placements, self.step.axis, self.mesh, self.coordinate)
+        return tuple(piece.numel for piece in pieces)
+
+
+@functools.lru_cache(maxsize=4096)
+def find_movements(
+    shape: Shape, source: Placements, target: Placements, mesh: Shape, coordinate: tuple[int, ...]
+) -> tuple[Shape, tuple[Movement, ...]]:
+    """The local shape to start from, and the steps as this rank takes them."""
+    local = piece_of(shape, source, mesh, coordinate).local_shape
+    steps = find_steps(shape, source, target, mesh)
+    return local, tuple(Movement(shape, step, mesh, coordinate) for step in steps)
 
 
 def _packing(regions_by_peer: list[list[Region]], piece: Piece) -> Packing:
