@@ -64,7 +64,7 @@ class DDP(Single):
     """torch's DistributedDataParallel: every rank holds everything, gradients are all-reduced in buckets."""
 
     def wrap(self, model: GPT, settings: Settings) -> nn.Module:
-        return DistributedDataParallel(model, broadcast_buffers=False)  # they are constants
+        return DistributedDataParallel(model)
 
 
 class Vescale:

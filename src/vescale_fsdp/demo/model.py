@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(dim)
         self.up = nn.Linear(dim, 4 * dim, bias=False)
         self.down = nn.Linear(4 * dim, dim, bias=False)
-        self.register_buffer("angles_TK", _angles(seq, dim // heads), persistent=False)
+        self.angles_TK = _angles(seq, dim // heads)  # a constant, not a buffer: DDP would broadcast it every step
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self._attend(self.attention_norm(x_BTD))
@@ -39,7 +39,7 @@ class Block(nn.Module):
     def _attend(self, x_BTD: Tensor) -> Tensor:
         batch, seq, dim = x_BTD.shape
         q_BHTK, k_BHTK, v_BHTK = self.qkv(x_BTD).view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        angles_TK = self.get_buffer("angles_TK")[:seq]
+        angles_TK = self.angles_TK[:seq]
         q_BHTK, k_BHTK = _rotated(q_BHTK, angles_TK), _rotated(k_BHTK, angles_TK)
         mixed_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
         projected: Tensor = self.out(mixed_BHTK.transpose(1, 2).reshape(batch, seq, dim))
