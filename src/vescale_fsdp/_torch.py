@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, cast
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -55,8 +56,11 @@ __all__ = [
     "symmetric_memory_comms",
     "tensor_hooks",
     "twin_of",
+    "untraced",
     "with_dtype",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _FULLY_SHARD = cast(Any, torch_fully_shard).__wrapped__
 """The key under which `torch.distributed.fsdp.fully_shard.state(module)` looks; pipelining asks there (2.8)."""
@@ -214,6 +218,18 @@ def in_fake_mode() -> bool:
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode() is not None
+
+
+def untraced(function: F) -> F:
+    """Mark a function that dynamo neither enters nor compiles, nor anything below it (2.7; loads no dynamo).
+
+    The same as torch.compiler.disable, which would wrap the function and pay for it in every call.
+    """
+    frames = cast(Any, torch)._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(cast(FunctionType, function).__code__, frames._FrameExecStrategy(skip, skip))
+    cast(Any, function)._torchdynamo_disable = True
+    return function
 
 
 def is_torchs_comm(comm: object) -> bool:

@@ -29,6 +29,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         state = self._get_fsdp_state()
         assert isinstance(self, nn.Module)
         args, kwargs = state.before_forward(self, args, kwargs)
-        return state.after_forward(self, method(*args, **kwargs))
+        return state.after_forward(self, args, method(*args, **kwargs))
 
     setattr(module, method_name, MethodType(wrapped, module))

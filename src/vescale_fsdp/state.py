@@ -77,8 +77,8 @@ class ModuleState:
         """Modules of this call whose forward is still expected in this pass."""
         for module in modules:
             _torch.attach_state(module, self)
-            module.register_forward_pre_hook(self._on_enter, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._on_leave, always_call=len(modules) > 1)
+            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.after_forward, always_call=len(modules) > 1)
 
     # What torch.distributed.pipelining uses
 
@@ -143,12 +143,7 @@ class ModuleState:
 
     # Forward
 
-    def _on_enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.before_forward(module, args, kwargs)
-
-    def _on_leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.after_forward(module, output)
-
+    @_torch.untraced
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -178,7 +173,8 @@ class ModuleState:
         schedule.streams.start_forward(schedule.post_optim_event)
         schedule.post_optim_event = None
 
-    def after_forward(self, module: nn.Module, output: Any) -> Any:
+    @_torch.untraced
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.phase is Phase.PRE_BACKWARD:
             return self._cast_output(output)
         self._to_run.discard(module)
@@ -254,6 +250,7 @@ class ModuleState:
             for tensor in with_grad(output):
                 cast(Any, tensor).register_hook(self._before_backward)
 
+    @_torch.untraced
     def _before_backward(self, grad: torch.Tensor) -> torch.Tensor:
         if not self.schedule.end_is_queued:
             self.schedule.end_is_queued = True
@@ -275,11 +272,13 @@ class ModuleState:
         if not self.backward_prefetch and use > 0:
             self.schedule.order[use - 1].prefetch(Phase.PRE_BACKWARD)
 
+    @_torch.untraced
     def after_backward(self) -> None:
         """All gradients of the groups' parameters, for this use of the modules, exist."""
         for group in reversed(self.groups):
             group.post_backward()
 
+    @_torch.untraced
     def end_backward(self) -> None:
         """The backward pass is over: reduce what is left and get ready for the next iteration."""
         schedule = self.schedule
