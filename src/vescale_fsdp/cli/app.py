@@ -11,19 +11,21 @@ import typer
 from vescale_fsdp.cli.advise import advise
 from vescale_fsdp.cli.errors import OneLineErrors
 from vescale_fsdp.cli.plan import plan
+from vescale_fsdp.cli.plugins import plugins
 from vescale_fsdp.cli.train import train
 
 __all__ = ["app"]
 
 app = typer.Typer(
     cls=OneLineErrors,
-    help="Fully sharded training with RaggedShard: train a demo, look at plans, choose group sizes.",
+    help="Fully sharded training with RaggedShard: train a demo, look at plans and plugins, choose group sizes.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(train)
 app.command()(plan)
 app.command()(advise)
+app.command()(plugins)
 
 
 @app.callback()
