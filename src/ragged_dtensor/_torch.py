@@ -457,6 +457,24 @@ def reduce_scatter(flat: torch.Tensor, reduce_op: str, group: Any) -> torch.Tens
     return _reduce_scatter(flat, reduce_op, 0, group)  # type: ignore[no-any-return]
 
 
+def all_to_all(flat: torch.Tensor, received: list[int], sent: list[int], group: Any) -> torch.Tensor:
+    return funcol.all_to_all_single(flat, received, sent, group)
+
+
+def all_reduce(tensor: torch.Tensor, reduce_op: str, group: Any) -> torch.Tensor:
+    return funcol.all_reduce(tensor, reduce_op, group)  # type: ignore[no-any-return]
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """The finished tensor behind an asynchronous one."""
+    return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
+
+
+def wait_in_place(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, once the collectives that write to its memory are done."""
+    return funcol.wait_tensor(tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def broadcast_(tensor: torch.Tensor, source: int, group: Any) -> None:
     """Broadcast in place from a rank of `group`, to be waited for. The public functional one clones."""
     torch.ops._c10d_functional.broadcast_(tensor, source, group.group_name)

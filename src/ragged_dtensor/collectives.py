@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 
 from ragged_dtensor import _torch
+from ragged_dtensor._torch import wait
 
 # What gloo takes; everything else (float8, complex, int16) travels as bytes.
 WIRE_DTYPES = {
@@ -70,13 +70,13 @@ class Axis:
         for rank, part in enumerate(parts):
             if part.numel():
                 self._broadcast_(part, rank)
-        return funcol.wait_tensor(whole)  # type: ignore[no-any-return, no-untyped-call]
+        return _torch.wait_in_place(whole)
 
     def broadcast(self, flat: torch.Tensor, source: int, numel: int) -> torch.Tensor:
         """The `numel` elements of rank `source` of the axis, in new memory on every rank."""
         whole = flat.clone() if self.rank == source else flat.new_empty(numel)
         self._broadcast_(whole, source)
-        return funcol.wait_tensor(whole)  # type: ignore[no-any-return, no-untyped-call]
+        return _torch.wait_in_place(whole)
 
     def _broadcast_(self, flat: torch.Tensor, source: int) -> None:
         _torch.broadcast_(_as_wire(flat), source, self.mesh.get_group(self.axis))
@@ -86,7 +86,7 @@ class Axis:
         wire = _as_wire(flat)
         scale = flat.element_size() // wire.element_size()
         splits = ([n * scale for n in received], [n * scale for n in sent])
-        out = funcol.all_to_all_single(wire, *splits, (self.mesh, self.axis))
+        out = _torch.all_to_all(wire, *splits, (self.mesh, self.axis))
         return out if out.dtype == flat.dtype else wait(out).view(flat.dtype)
 
     def reduce_scatter(self, flat: torch.Tensor, reduce_op: str) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Axis:
         return _torch.reduce_scatter(flat, reduce_op, (self.mesh, self.axis))
 
     def all_reduce(self, local: torch.Tensor, reduce_op: str) -> torch.Tensor:
-        return funcol.all_reduce(local, reduce_op, (self.mesh, self.axis))  # type: ignore[no-any-return]
+        return _torch.all_reduce(local, reduce_op, (self.mesh, self.axis))
 
     def reduce_scatter_unequal(self, flat: torch.Tensor, numels: Sequence[int], reduce_op: str) -> torch.Tensor:
         """This rank's share of the reduced tensor, cut into `numels`."""
@@ -127,10 +127,3 @@ def _suits_one_call_per_owner(numels: Sequence[int], itemsize: int) -> bool:
 
 def _as_wire(flat: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype in WIRE_DTYPES else flat.view(torch.uint8)
-
-
-def wait(local: torch.Tensor) -> torch.Tensor:
-    """The finished tensor behind an asynchronous one."""
-    if isinstance(local, funcol.AsyncCollectiveTensor):
-        return local.wait()
-    return local

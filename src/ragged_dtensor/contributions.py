@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from ragged_dtensor import _torch
-from ragged_dtensor.collectives import Axis, wait
+from ragged_dtensor._torch import wait
+from ragged_dtensor.collectives import Axis
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from ragged_dtensor import _torch
-from ragged_dtensor._torch import DTensorSpec
-from ragged_dtensor.collectives import Axis, wait
+from ragged_dtensor._torch import DTensorSpec, wait
+from ragged_dtensor.collectives import Axis
 from ragged_dtensor.errors import LayoutError, UnsupportedTransitionError
 from ragged_dtensor.layout import Piece, Shape
 from ragged_dtensor.ownership import Placements, coordinate_of, piece_of
