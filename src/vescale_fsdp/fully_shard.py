@@ -76,6 +76,8 @@ def fully_shard(
 
     mesh: 1-D to shard over it, 2-D to replicate over its first and shard over its second axis. Default: all ranks.
     reshard_after_forward: free parameters after forward, gather them again in backward. None: True, but not for root.
+    shard_placement_fn: fn(param) -> a Shard, torch's ShardPlacementResult or None. A result's mesh is where the
+        parameter is sharded; its dim is not followed, since a ragged cut needs no dim that divides.
     mp_policy: dtypes of computation, reduction and outputs.
     ignored_params: parameters that stay as they are.
     param_policy: fn(fqn, param) -> ParamPolicy or None: what may not be cut, block formats, optimizers. A parameter
@@ -83,7 +85,8 @@ def fully_shard(
         gradients pass straight to the shard, which keeps its dtype.
     max_lanes: how many flat buffers a group may use; None decides by what they save.
     """
-    _refuse_unbuilt(shard_placement_fn, dp_mesh_dims)
+    if dp_mesh_dims is not None:
+        raise NotImplementedError("dp_mesh_dims: named data-parallel axes are not built yet")
     modules = _modules_of(module)
     data_mesh = DataMesh.of(mesh if mesh is not None else default_mesh())
     ignored = frozenset(ignored_params or ())
@@ -92,22 +95,29 @@ def fully_shard(
         for each in managed:
             check_param(each)
         _move_to_device(modules, managed, data_mesh.device)
-        planned = plan_groups(managed, data_mesh, mp_policy, param_policy=param_policy, max_lanes=max_lanes)
+        planned = plan_groups(
+            managed,
+            data_mesh,
+            mp_policy,
+            placement_fn=shard_placement_fn,
+            param_policy=param_policy,
+            max_lanes=max_lanes,
+        )
+        reshards = [_reshard_after_forward(reshard_after_forward, members.mesh) for members in planned]
     warn_of_losses(managed)
-    reshard = _reshard_after_forward(reshard_after_forward, data_mesh)
     pin = offload_policy.pin_memory if isinstance(offload_policy, CPUOffloadPolicy) else None
     groups = [
         ParamGroup(
             members.managed,
             modules,
             members.plan,
-            data_mesh,
+            members.mesh,
             mp_policy=mp_policy,
             reshard_after_forward=reshard,
             offload_pin=pin,
             format=members.format,
         )
-        for members in planned
+        for members, reshard in zip(planned, reshards, strict=True)
     ]
     state = ModuleState(
         modules, groups, mp_policy=mp_policy, reshard_is_automatic=reshard_after_forward is None, ignored=ignored
@@ -117,13 +127,6 @@ def fully_shard(
     for each_module in modules:
         _wrap_class(each_module)
     return module
-
-
-def _refuse_unbuilt(shard_placement_fn: object, dp_mesh_dims: object) -> None:
-    if shard_placement_fn is not None:
-        raise NotImplementedError("shard_placement_fn: placement per parameter is not built yet")
-    if dp_mesh_dims is not None:
-        raise NotImplementedError("dp_mesh_dims: named data-parallel axes are not built yet")
 
 
 def _modules_of(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:

@@ -1,17 +1,21 @@
 """Which parameters of one `fully_shard` call form a group, and where their elements go.
 
-Parameters are gathered together if they have one dtype, one trainability (a frozen parameter then costs no gradient
-memory) and one block format. What `param_policy` wishes for each becomes the granularity of its plan.
+Parameters are gathered together if they have one mesh, one dtype, one trainability (a frozen parameter then costs no
+gradient memory) and one block format. What `param_policy` wishes for each becomes the granularity of its plan.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
+
+from ragged_dtensor import Granularity
 
 from .block_format import BlockFormat
 from .errors import VescaleError
@@ -23,15 +27,18 @@ from .plugins import granularity_of, registry
 from .policy import MixedPrecisionPolicy, ParamPolicy
 from .spec import ALIGNMENT_BITS, ParamSpec, alignment
 
-__all__ = ["Members", "ParamPolicyFn", "plan_groups"]
+__all__ = ["Members", "ParamPolicyFn", "PlacementFn", "plan_groups"]
 
 ParamPolicyFn = Callable[[str, nn.Parameter], ParamPolicy | None]
+PlacementFn = Callable[[nn.Parameter], Any]
+"""torch's `shard_placement_fn`: gives a Shard, a ShardPlacementResult (which has no public name) or None."""
 
 
 @dataclass(frozen=True, eq=False)
 class Members:
-    """The parameters of one group; `format` is the block format that they are gathered in, if any."""
+    """The parameters of one group and their ranks; `format` is the block format that they are gathered in, if any."""
 
+    mesh: DataMesh
     managed: tuple[ManagedParam, ...]
     plan: GroupPlan
     format: BlockFormat | None
@@ -42,23 +49,53 @@ def plan_groups(
     mesh: DataMesh,
     mp_policy: MixedPrecisionPolicy,
     *,
+    placement_fn: PlacementFn | None,
     param_policy: ParamPolicyFn | None,
     max_lanes: int | None,
 ) -> list[Members]:
     """Ask for each parameter's policy, and plan the groups. The same on every rank: only names and shapes decide."""
-    groups: dict[tuple[torch.dtype, bool, str | None], list[tuple[ManagedParam, ParamPolicy | None]]] = {}
+    groups: dict[tuple[DataMesh, torch.dtype, bool, str | None], list[tuple[ManagedParam, ParamPolicy | None]]] = {}
+    meshes: dict[object, DataMesh] = {}
     for each in managed:
         policy = _policy(each, param_policy)
-        key = each.param.dtype, each.param.requires_grad, policy.format if policy is not None else None
+        placed = placement_fn(each.param) if placement_fn is not None else None
+        its_mesh = _mesh_of(each, placed, mesh, meshes)
+        key = its_mesh, each.param.dtype, each.param.requires_grad, policy.format if policy is not None else None
         groups.setdefault(key, []).append((each, policy))
     return [
         Members(
+            its_mesh,
             tuple(each for each, _ in members),
-            _plan(members, mesh, mp_policy, max_lanes),
+            _plan(members, its_mesh, mp_policy, max_lanes),
             registry().format(format) if format is not None else None,
         )
-        for (_, _, format), members in groups.items()
+        for (its_mesh, _, _, format), members in groups.items()
     ]
+
+
+def _mesh_of(managed: ManagedParam, placed: Any, mesh: DataMesh, meshes: dict[object, DataMesh]) -> DataMesh:
+    """The mesh that torch's `ShardPlacementResult` names, or the call's own.
+
+    The dim that the result names is checked and not followed: a ragged cut takes any number of ranks along any dim.
+    """
+    info = getattr(placed, "mesh_info", None)
+    placement = placed if info is None else placed.placement
+    if placement is not None and not isinstance(placement, Shard):
+        raise ValueError(f"{managed.fqn}: Invalid shard_placement_fn result: {placed}")
+    ndim = managed.param.ndim
+    if placement is not None and not -ndim <= placement.dim < ndim:
+        raise VescaleError(f"{managed.fqn}: shard_placement_fn gave {placement}, but the parameter has {ndim} dims")
+    if info is None:
+        return mesh
+    if info.shard_mesh_dim is None:
+        raise NotImplementedError(f"{managed.fqn}: shard_placement_fn gave a mesh without a shard axis")
+    if info.mesh is mesh.mesh and (info.shard_mesh_dim, info.replicate_mesh_dim) == (
+        mesh.shard_axis,
+        mesh.replicate_axis,
+    ):
+        return mesh
+    key = info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim
+    return meshes.setdefault(key, DataMesh(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim))
 
 
 def _policy(managed: ManagedParam, param_policy: ParamPolicyFn | None) -> ParamPolicy | None:
@@ -93,7 +130,18 @@ def _plan(
         alignment(_name(dtype) for dtype in dtypes if dtype is not None),
         *(ALIGNMENT_BITS // math.gcd(ALIGNMENT_BITS, each) for each in bits),
     )
-    return plan_group(specs, mesh.num_ranks, unit=unit, align=unit, max_lanes=max_lanes)
+    plan = plan_group(specs, mesh.num_ranks, unit=unit, align=unit, max_lanes=max_lanes)
+    if mesh.num_ranks == 1 or all(len(spec.shape) < 2 for spec in specs):
+        return plan
+    # Cuts between rows, where those take no larger share: local tensors then keep their number of dims.
+    rowwise = [_with_rows(spec) for spec in specs]
+    by_rows = plan_group(rowwise, mesh.num_ranks, unit=unit, align=unit, max_lanes=len(plan.lanes))
+    return replace(by_rows, specs=tuple(specs)) if by_rows.share == plan.share else plan
+
+
+def _with_rows(spec: ParamSpec) -> ParamSpec:
+    row = math.prod(spec.shape[1:])
+    return replace(spec, granularity=spec.granularity & Granularity(row)) if row > 1 else spec
 
 
 def _name(dtype: torch.dtype) -> str:
