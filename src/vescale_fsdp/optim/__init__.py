@@ -12,16 +12,21 @@ from .matrices import Matrix, matrices_of
 from .muon import Muon
 from .optimizer import Borrowed, MatrixOptimizer, matrix_groups
 from .owners import Ownership, select_owners
+from .panel_state import BlockViews, Kind
+from .panels import PanelOptimizer
 from .shampoo import Shampoo
 
 __all__ = [
     "AdamW8bit",
+    "BlockViews",
     "Borrowed",
+    "Kind",
     "Lender",
     "Matrix",
     "MatrixOptimizer",
     "Muon",
     "Ownership",
+    "PanelOptimizer",
     "Replicas",
     "Run",
     "Shampoo",

@@ -106,6 +106,8 @@ class PanelOptimizer(MatrixOptimizer):
 
     def apply(self, borrowed: Borrowed, group: Group, runs: Sequence[Run], updates: Sequence[Tensor]) -> None:
         """Decay the weights, then subtract the updates, for this rank's runs of one parameter group."""
+        if not runs:
+            return
         lr = float(group["lr"])
         params = [run.of(borrowed.local(run.matrix.tensor)) for run in runs]
         foreach_mul_(params, 1 - lr * group["weight_decay"])
