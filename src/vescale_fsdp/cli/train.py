@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from vescale_fsdp.cli.errors import user_errors
-from vescale_fsdp.demo.settings import Dtype, EngineName, Settings
+from vescale_fsdp.demo.settings import Dtype, EngineName, OptimizerName, Settings
 
 __all__ = ["train"]
 
@@ -29,7 +29,8 @@ def train(
     dim: Annotated[int, typer.Option(help="Width of the model.")] = Settings.dim,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = Settings.heads,
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Whether the head is the embedding.")] = Settings.tied,
-    lr: Annotated[float, typer.Option(help="AdamW's highest learning rate.")] = Settings.lr,
+    lr: Annotated[float, typer.Option(help="The highest learning rate.")] = Settings.lr,
+    optimizer: Annotated[OptimizerName, typer.Option(help="Who updates the blocks' matrices.")] = Settings.optimizer,
     dtype: Annotated[
         Dtype, typer.Option(help="fp32, or bf16: compute in bf16, reduce and update in fp32.")
     ] = Settings.dtype,
@@ -59,6 +60,7 @@ def train(
             heads=heads,
             tied=tied,
             lr=lr,
+            optimizer=optimizer,
             dtype=dtype,
             seed=seed,
             data=data,

@@ -19,6 +19,7 @@ from vescale_fsdp.demo.data import Corpus
 from vescale_fsdp.demo.engines import ENGINES, Group
 from vescale_fsdp.demo.meter import StepMeter
 from vescale_fsdp.demo.model import GPT, generate, make_model
+from vescale_fsdp.demo.optimizers import make_optimizer
 from vescale_fsdp.demo.settings import Dtype, Settings
 
 __all__ = ["Outcome", "Trainer", "Watcher", "train"]
@@ -75,7 +76,7 @@ class Trainer:
         self.model = make_model(settings)
         self.outcome = Outcome(num_parameters=sum(param.numel() for param in self.model.parameters()))
         self.wrapped = self.engine.wrap(self.model, settings)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), fused=True)
+        self.optimizer = make_optimizer(self.model, settings)
 
     def steps(self) -> Iterator[None]:
         """Step by step. The third runs under the meter: before it optimizer state and DDP's buckets settle."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-__all__ = ["Dtype", "EngineName", "Settings"]
+__all__ = ["Dtype", "EngineName", "OptimizerName", "Settings"]
 
 
 class EngineName(StrEnum):
@@ -16,6 +16,14 @@ class EngineName(StrEnum):
     FSDP2 = "fsdp2"
     DDP = "ddp"
     SINGLE = "single"
+
+
+class OptimizerName(StrEnum):
+    """Who updates the matrices of the blocks; everything else is AdamW's."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+    SHAMPOO = "shampoo"
 
 
 class Dtype(StrEnum):
@@ -39,6 +47,7 @@ class Settings:
     heads: int = 4
     tied: bool = False
     lr: float = 2e-3
+    optimizer: OptimizerName = OptimizerName.ADAMW
     dtype: Dtype = Dtype.FP32
     seed: int = 0
     data: Path | None = None
