@@ -46,7 +46,7 @@ class Settings:
     dim: int = 256
     heads: int = 4
     tied: bool = False
-    lr: float = 2e-3
+    lr: float = 3e-3
     optimizer: OptimizerName = OptimizerName.ADAMW
     dtype: Dtype = Dtype.FP32
     seed: int = 0
