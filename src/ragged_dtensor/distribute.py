@@ -117,7 +117,7 @@ def global_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
     if mesh.get_coordinate() is None:
         return tuple(local.shape)
     shape = list(local.shape)
-    for axis in reversed(application_order(placements)):
+    for axis in reversed(application_order(tuple(placements))):
         placement, index = placements[axis], coordinate_of(mesh)[axis]
         if isinstance(placement, RaggedShard) and placement.dims:
             shape[0] = _all_rows(shape[0], placement, index)

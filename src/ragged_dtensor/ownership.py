@@ -29,6 +29,16 @@ def piece_of(
     return _piece(*checked, tuple(coordinate))
 
 
+def pieces_along(
+    shape: Sequence[int], placements: Sequence[Placement], axis: int, mesh: Sequence[int], coordinate: Sequence[int]
+) -> list[Piece]:
+    """What each rank along an axis owns, seen from `coordinate`."""
+    checked = _checked(tuple(shape), tuple(placements), tuple(mesh))
+    before, after = tuple(coordinate[:axis]), tuple(coordinate[axis + 1 :])
+    # Past the cache: one big mesh would drive everything else out of it.
+    return [_piece.__wrapped__(*checked, (*before, rank, *after)) for rank in range(mesh[axis])]
+
+
 def local_piece(shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh) -> Piece:
     """What this rank owns."""
     return piece_of(shape, placements, tuple(mesh.shape), coordinate_of(mesh))
@@ -41,7 +51,8 @@ def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(coordinate)
 
 
-def application_order(placements: Sequence[Placement]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)
+def application_order(placements: Placements) -> tuple[int, ...]:
     """Mesh axes in the order in which their cuts are taken: left to right, strided cuts after the rest."""
     strided = [axis for axis, placement in enumerate(placements) if isinstance(placement, StridedRaggedShard)]
     return (*(axis for axis in range(len(placements)) if axis not in strided), *strided)

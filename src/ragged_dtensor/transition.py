@@ -10,14 +10,13 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from ragged_dtensor.errors import LayoutError, UnsupportedTransitionError
 from ragged_dtensor.layout import Box, Piece, Shape
-from ragged_dtensor.ownership import Placements, application_order, piece_of
+from ragged_dtensor.ownership import Placements, application_order, piece_of, pieces_along
 from ragged_dtensor.placement import RaggedShard
 
 DIRECT_REDUCTIONS = {"sum", "avg", "max", "min"}
@@ -159,7 +158,6 @@ class Overlap:
         return self.source.numel
 
 
-@functools.lru_cache(maxsize=65536)
 def overlaps(source: Piece, target: Piece) -> tuple[Overlap, ...]:
     """Where the common elements lie in the local memory of each, in the order in which they are sent."""
     if source.offsets[1:] == target.offsets[1:] and source.sizes[1:] == target.sizes[1:]:
@@ -255,16 +253,6 @@ def plan_slice(shape: Shape, step: Step, mesh: Shape, coordinate: tuple[int, ...
     """The parts of a replica that the rank keeps."""
     source, target = piece_of(shape, step.before, mesh, coordinate), piece_of(shape, step.after, mesh, coordinate)
     return _packing([[o.source for o in overlaps(source, target)]], source)
-
-
-def pieces_along(
-    shape: Shape, placements: Sequence[Placement], axis: int, mesh: Shape, coordinate: tuple[int, ...]
-) -> list[Piece]:
-    """The pieces of all ranks along an axis."""
-    return [
-        piece_of(shape, placements, mesh, (*coordinate[:axis], rank, *coordinate[axis + 1 :]))
-        for rank in range(mesh[axis])
-    ]
 
 
 @dataclass(frozen=True)

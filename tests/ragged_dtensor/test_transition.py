@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
-from ragged_oracle import SHAPES, held, numbered, placements_of, placements_on
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from ragged_oracle import SHAPES, fits, held, numbered, placements_of, placements_on
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_dtensor import LayoutError, RaggedShard, StridedRaggedShard, UnsupportedTransitionError
+from ragged_dtensor.ownership import pieces_along
 from ragged_dtensor.redistribute import Kind, kind_of, pack, unpack
-from ragged_dtensor.transition import Step, find_steps, pieces_along, plan_slice, plan_transfer
+from ragged_dtensor.transition import Step, find_steps, plan_slice, plan_transfer
 
 Coordinate = tuple[int, ...]
 Placements = tuple[Placement, ...]
@@ -61,6 +65,40 @@ def check_all(shape: tuple[int, ...], sides: list[Placements], mesh: Coordinate)
 def test_every_pair_on_one_axis_moves_each_element_to_its_place(shape: tuple[int, ...], num_ranks: int) -> None:
     sides: list[Placements] = [(placement,) for placement in placements_of(shape, num_ranks)]
     assert check_all(shape, sides, (num_ranks,)) > len(shape)
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], Coordinate, Placements, Placements]:
+    """A shape, a mesh of up to three axes, and two tuples of placements that fit them."""
+    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 12]), max_size=4)))
+    mesh = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+
+    def side() -> Placements:
+        return tuple(draw(st.sampled_from(options(shape, mesh, axis))) for axis in range(len(mesh)))
+
+    source, target = side(), side()
+    assume(fits(shape, source, mesh) and fits(shape, target, mesh))
+    return shape, mesh, source, target
+
+
+def options(shape: tuple[int, ...], mesh: Coordinate, axis: int) -> list[Placement]:
+    plain = placements_of(shape, mesh[axis])
+    ragged = [p for p in plain if isinstance(p, RaggedShard) and p.dims]
+    factors = sorted({math.prod(mesh[axis + 1 :]), *mesh[axis + 1 :]})
+    return [*plain, *(StridedRaggedShard(p.dims, p.local_units, f) for p in ragged[::3] for f in factors)]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(meshes())
+def test_random_pairs_on_up_to_three_axes_move_each_element_to_its_place(
+    drawn: tuple[tuple[int, ...], Coordinate, Placements, Placements],
+) -> None:
+    shape, mesh, source, target = drawn
+    full = numbered(shape)
+    for coordinate, local in simulate(full, source, target, mesh).items():
+        wanted = held(full, target, mesh, coordinate)
+        assert local.shape == wanted.shape
+        assert torch.equal(local, wanted)
 
 
 @pytest.mark.exhaustive
