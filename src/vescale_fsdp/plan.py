@@ -289,7 +289,7 @@ def _diff(mine: GroupPlan, theirs: GroupPlan) -> Iterator[str]:
 
 
 def _explain(group: GroupPlan) -> str:
-    state = "proved optimal" if group.proved else f"{_gap_pct(group):.4f} % above the lower bound, not proved optimal"
+    state = _state(group)
     size = f"{len(group.specs)} parameters, {group.numel:,} x {group.dtype} over {group.num_ranks} ranks"
     padding = f"padding {group.padding_pct:.4f} % (no layout below {group.bound_pct:.4f} %)"
     lines = [f"{group.name or 'group'}: {size}, {padding}, {state}"]
@@ -307,6 +307,14 @@ def _explain(group: GroupPlan) -> str:
         more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
         lines.append(f"  {fqns[0]}{more}: {reason}")
     return "\n".join(lines)
+
+
+def _state(group: GroupPlan) -> str:
+    if group.share == group.bound:
+        return "proved optimal"
+    if group.proved:
+        return "proved optimal in one lane"
+    return f"{_gap_pct(group):.4f} % above the lower bound, not proved optimal"
 
 
 def _gap_pct(group: GroupPlan) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragged_dtensor.granularity import Granularity
-from vescale_fsdp.plan import GroupPlan
+from vescale_fsdp.plan import GroupPlan, Plan
 from vescale_fsdp.planner import plan_group
 from vescale_fsdp.spec import ParamSpec
 
@@ -23,6 +23,8 @@ def test_two_families_of_blocks_need_a_common_multiple_in_one_lane_and_none_in_t
     one, two = two_families(1, 1), two_families(1, 2)
     assert (len(one.lanes), one.share, one.proved) == (1, 70, True)  # 36 needed, but 7 and 5 divide the share
     assert ([lane.share for lane in two.lanes], two.padding, two.proved) == ([21, 15], 0, True)
+    assert "proved optimal in one lane" in Plan((one,)).explain()
+    assert Plan((two,)).explain().endswith("lane 1: 1 parameters, 15 elements per rank")
 
 
 def test_nobody_opens_a_second_lane_for_less_than_a_mebibyte_per_rank() -> None:

@@ -35,6 +35,19 @@ def test_the_order_changes_where_that_keeps_rows_whole() -> None:
     assert (group.share, cuts_inside_rows(group)) == (30, [])
 
 
+def test_a_search_over_all_orders_keeps_rows_whole_where_sorted_ones_do_not() -> None:
+    # Only a, w, b and b, w, a end a row of w at the boundary behind 5 elements.
+    group = plan_group([ParamSpec("a", (1,)), ParamSpec("b", (1,)), ParamSpec("w", (2, 4))], 2, unit=1, align=1)
+    assert (group.share, cuts_inside_rows(group)) == (5, [])
+
+
+def test_fewer_tensors_are_cut_inside_a_row_where_not_all_rows_can_stay_whole() -> None:
+    # 36 elements without a gap, 9 per rank, rows of 4: each boundary cuts a row, but all three can fall into w.
+    specs = [ParamSpec("w", (5, 4)), ParamSpec("u", (2, 4)), ParamSpec("v", (2, 4))]
+    group = plan_group(specs, 4, unit=1, align=1)
+    assert (group.share, len(set(cuts_inside_rows(group)))) == (9, 1)
+
+
 def test_a_row_is_cut_rather_than_a_byte_spent() -> None:
     group = plan_group([ParamSpec("w", (3, 8))], 2, unit=1, align=1)
     assert (group.share, cuts_inside_rows(group)) == (12, ["w"])
