@@ -44,7 +44,7 @@ def along_dim(call: OpCall) -> Answer:
     return Local(specs[0] if len(specs) == 1 else specs, compute)
 
 
-def _along(op: Any, position: int, dim: int, *args: Any, **kwargs: Any) -> Any:
+def _along(op: Any, position: int, dim: int, /, *args: Any, **kwargs: Any) -> Any:
     if "dim" in kwargs:
         return op(*args, **{**kwargs, "dim": dim})
     return op(*args[:position], dim, *args[position + 1 :], **kwargs)

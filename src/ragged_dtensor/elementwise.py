@@ -129,7 +129,7 @@ def fitted(call: OpCall, spec: Any, found: Fit) -> Answer:
     return OutputSharding(spec)
 
 
-def on_slices(op: Any, sliced: dict[Where, DTensorSpec], *args: Any, **kwargs: Any) -> Any:
+def on_slices(op: Any, sliced: dict[Where, DTensorSpec], /, *args: Any, **kwargs: Any) -> Any:
     """The op with this rank's slices in place of whole operands, which are stretched to the result's shape first."""
     positional: list[Any] = list(args)
     for (position, index), spec in sliced.items():
@@ -170,7 +170,7 @@ def check_memory_format(call: OpCall) -> None:
         raise refusal(call, f"memory_format={memory_format}", "Ragged tensors are contiguous: leave the argument out.")
 
 
-def _on_owner(op: Any, metas: Sequence[TensorMeta], *args: Any, **kwargs: Any) -> Any:
+def _on_owner(op: Any, metas: Sequence[TensorMeta], /, *args: Any, **kwargs: Any) -> Any:
     """A 0-dim ragged tensor has a local tensor of one element or none; type promotion needs it as a 0-dim tensor."""
     locals_ = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if any(not leaf.numel() for leaf in locals_):

@@ -99,14 +99,16 @@ RANDOM = INPLACE | set(FILLING)
 
 
 def _filled(
-    spec: DTensorSpec, op: Callable[..., object], local: torch.Tensor, *args: Any, **kwargs: Any
+    spec: DTensorSpec, op: Callable[..., object], local: torch.Tensor, /, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     generator = {"generator": kwargs["generator"]} if kwargs.get("generator") is not None else {}
     assert spec.tensor_meta is not None
     return _fill(spec, op, torch.empty_like(local, dtype=spec.tensor_meta.dtype), *args, **generator)
 
 
-def _fill(spec: DTensorSpec, op: Callable[..., object], local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _fill(
+    spec: DTensorSpec, op: Callable[..., object], local: torch.Tensor, /, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     if local.is_meta:
         return local
 

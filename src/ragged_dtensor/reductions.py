@@ -176,6 +176,7 @@ def _compute(
     axes: Sequence[int],
     dtype: torch.dtype,
     local: torch.Tensor,
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
@@ -220,6 +221,7 @@ def _compute_list(
     kinds: Sequence[Kind],
     dtypes: Sequence[torch.dtype],
     locals_: Sequence[torch.Tensor],
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> list[torch.Tensor]:

@@ -43,11 +43,11 @@ def reshaped(call: OpCall) -> Answer:
     return Local(spec_like(call.spec, placements, meta), functools.partial(_view_rows, trailing))
 
 
-def _view_bits(dtype: torch.dtype, local: torch.Tensor, *args: Any) -> torch.Tensor:
+def _view_bits(dtype: torch.dtype, local: torch.Tensor, /, *args: Any) -> torch.Tensor:
     return local.view(dtype)
 
 
-def _view_rows(trailing: Shape, local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _view_rows(trailing: Shape, local: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     return local.view(local.numel() // max(1, math.prod(trailing)), *trailing)
 
 
@@ -94,7 +94,7 @@ def expanded(call: OpCall) -> Answer:
     return Local(spec_like(call.spec, call.spec.placements, meta), functools.partial(_expand_local, sizes))
 
 
-def _expand_local(sizes: Shape, local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _expand_local(sizes: Shape, local: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     return local.expand(-1, *sizes)
 
 
@@ -119,7 +119,7 @@ def _keeps_order(call: OpCall) -> bool:
     return True
 
 
-def _alias(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _alias(local: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
     return local.view(local.shape)
 
 
