@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
 
 from .errors import VescaleError
+from .extension_group import ExtensionGroup
 from .group import ParamGroup
 from .grouping import plan_groups
 from .guards import watch_optimizers
@@ -107,7 +108,7 @@ def fully_shard(
     warn_of_losses(managed)
     pin = offload_policy.pin_memory if isinstance(offload_policy, CPUOffloadPolicy) else None
     groups = [
-        ParamGroup(
+        (ExtensionGroup if members.gathers_itself else ParamGroup)(
             members.managed,
             modules,
             members.plan,

@@ -28,7 +28,7 @@ from .streams import Streams
 from .traffic import Traffic
 from .transfer import AllGather, Gathering, gather
 
-__all__ = ["ParamGroup", "Phase"]
+__all__ = ["ParamGroup", "Phase", "take_gradient_of"]
 
 
 class Phase(Enum):
@@ -63,7 +63,7 @@ class ParamGroup:
         self.mesh = mesh
         self.modules = modules
         self.mp_policy = mp_policy
-        self.shards = Shards(managed, plan.layout, mesh, offload_pin=offload_pin)
+        self.shards = self._make_shards(managed, offload_pin)
         self.reduction = Reduction(self.shards, mesh)
         self.quantized = QuantizedGather(plan, format) if format is not None else None
         self.traffic = Traffic()
@@ -85,6 +85,9 @@ class ParamGroup:
         self.unshard_in_backward = True
         self.unshard_async_op = False
         self.all_gather_comm: AllGather | None = None
+
+    def _make_shards(self, managed: Sequence[ManagedParam], offload_pin: bool | None) -> Shards:
+        return Shards(managed, self.plan.layout, self.mesh, offload_pin=offload_pin)
 
     @property
     def kind(self) -> str:
@@ -163,16 +166,19 @@ class ParamGroup:
         if self.views_shard:
             self._pending = Gathering(self.shards.buffer), None
             return
-        shard, mesh = (self._kept.buffer, self._kept.mesh) if self._kept else (self.shards.buffer, self.mesh)
         self._lane = self.streams.take_lane()
         with torch.profiler.record_function(f"vescale::all_gather ({self.name})"), self.streams.gathering(self._lane):
-            whole = self._whole_buffer()
-            whole.alloc()
-            comm, traffic = self.all_gather_comm, self.traffic
-            # What is kept after forward was decoded before: it is gathered as it is.
-            start = gather if self.quantized is None or self._kept else self.quantized.start
-            gathering = start(shard, whole, mesh, comm=comm, async_op=async_op, traffic=traffic)
+            gathering = self._start_gathering(async_op)
         self._pending = gathering, self.streams.gathered(self._lane)
+
+    def _start_gathering(self, async_op: bool) -> Gathering:
+        shard, mesh = (self._kept.buffer, self._kept.mesh) if self._kept else (self.shards.buffer, self.mesh)
+        whole = self._whole_buffer()
+        whole.alloc()
+        comm, traffic = self.all_gather_comm, self.traffic
+        # What is kept after forward was decoded before: it is gathered as it is.
+        start = gather if self.quantized is None or self._kept else self.quantized.start
+        return start(shard, whole, mesh, comm=comm, async_op=async_op, traffic=traffic)
 
     def wait_for_unshard(self) -> None:
         if self._pending is None:
@@ -240,7 +246,7 @@ class ParamGroup:
                 mark_managed(param, self.fqns[i])
                 if param.dtype.is_floating_point or param.dtype.is_complex:
                     trainable, param.requires_grad = param.requires_grad, True
-                    _torch.on_gradient(param, partial(_take_gradient, group, i))
+                    _torch.on_gradient(param, partial(take_gradient_of, group, i))
                     param.requires_grad = trainable
                 unsharded.append(param)
         return unsharded
@@ -320,7 +326,7 @@ class _Owners:
 _TRAP = "vescale_fsdp.Trap"
 
 
-def _take_gradient(group: weakref.ref[ParamGroup], index: int, param: torch.Tensor) -> None:
+def take_gradient_of(group: weakref.ref[ParamGroup], index: int, param: torch.Tensor) -> None:
     owner = group()
     assert owner is not None
     owner.take_gradient(index, param)

@@ -19,6 +19,7 @@ from ragged_dtensor import Granularity
 
 from .block_format import BlockFormat
 from .errors import VescaleError
+from .extensions import is_extension
 from .managed import ManagedParam
 from .mesh import DataMesh
 from .plan import GroupPlan
@@ -42,6 +43,8 @@ class Members:
     managed: tuple[ManagedParam, ...]
     plan: GroupPlan
     format: BlockFormat | None
+    gathers_itself: bool
+    """Tensor subclasses with methods for that; they are cut between rows."""
 
 
 def plan_groups(
@@ -54,13 +57,14 @@ def plan_groups(
     max_lanes: int | None,
 ) -> list[Members]:
     """Ask for each parameter's policy, and plan the groups. The same on every rank: only names and shapes decide."""
-    groups: dict[tuple[DataMesh, torch.dtype, bool, str | None], list[tuple[ManagedParam, ParamPolicy | None]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[ManagedParam, ParamPolicy | None]]] = {}
     meshes: dict[object, DataMesh] = {}
     for each in managed:
         policy = _policy(each, param_policy)
         placed = placement_fn(each.param) if placement_fn is not None else None
         its_mesh = _mesh_of(each, placed, mesh, meshes)
-        key = its_mesh, each.param.dtype, each.param.requires_grad, policy.format if policy is not None else None
+        format = policy.format if policy is not None else None
+        key = its_mesh, each.param.dtype, each.param.requires_grad, format, is_extension(each.param)
         groups.setdefault(key, []).append((each, policy))
     return [
         Members(
@@ -68,8 +72,9 @@ def plan_groups(
             tuple(each for each, _ in members),
             _plan(members, its_mesh, mp_policy, max_lanes),
             registry().format(format) if format is not None else None,
+            gathers_itself,
         )
-        for (its_mesh, _, _, format), members in groups.items()
+        for (its_mesh, _, _, format, gathers_itself), members in groups.items()
     ]
 
 
@@ -123,7 +128,8 @@ def _plan(
     specs = []
     for each, policy in members:
         shape = tuple(each.param.shape)
-        specs.append(ParamSpec(each.fqn, shape, _name(each.param.dtype), granularity_of(each.fqn, shape, policy)))
+        spec = ParamSpec(each.fqn, shape, _name(each.param.dtype), granularity_of(each.fqn, shape, policy))
+        specs.append(_with_rows(spec) if is_extension(each.param) else spec)
     dtypes = {members[0][0].param.dtype, mp_policy.param_dtype, mp_policy.reduce_dtype, torch.bfloat16}
     bits = {bits for _, policy in members if policy is not None for bits in registry().unit_bits(policy)}
     unit = math.lcm(

@@ -65,6 +65,12 @@ class DataMesh:
             return torch.device("cpu")
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
 
+    @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis alone."""
+        names = self.mesh.mesh_dim_names
+        return self.mesh if self.mesh.ndim == 1 or names is None else self.mesh[names[self.shard_axis]]
+
     def regrouped(self, num_ranks: int) -> DataMesh:
         """Neighbours in groups of `num_ranks`, over which parameters are kept between forward and backward."""
         known = self.mesh.__dict__.setdefault("_vescale_regrouped", {})  # on the mesh: groups live as long as it does

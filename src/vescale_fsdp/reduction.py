@@ -114,12 +114,12 @@ class Reduction:
 
     def _stored(self, reduced: DBuffer) -> DBuffer:
         """The gradients in the parameters' own dtype and on their device."""
-        shard = self._shards.buffer.flat
-        if (reduced.dtype, reduced.flat.device) == (shard.dtype, shard.device):
+        dtype, device = self._shards.dtype, self._shards.device
+        if (reduced.dtype, reduced.flat.device) == (dtype, device):
             return reduced
-        stored = self._shards.new_buffer(shard.dtype, shard.device)
+        stored = self._shards.new_buffer(dtype, device)
         in_use = any(param.grad is not None or _torch.post_accumulate_hooks(param) for param in self._shards.params)
-        leaves_device = reduced.flat.device != shard.device
+        leaves_device = reduced.flat.device != device
         stored.flat.copy_(reduced.flat, non_blocking=leaves_device and not in_use)
         if leaves_device and not in_use:
             self._copied = torch.accelerator.current_stream(reduced.flat.device).record_event()

@@ -34,8 +34,8 @@ class Shards:
         self.numels = [each.param.numel() for each in managed]
         first = managed[0].param
         self.offload_pin = offload_pin
-        device = torch.device("cpu") if self.is_offloaded and not first.is_meta else first.device
-        self.buffer = DBuffer.shard(layout, self.numels, mesh.rank, dtype=first.dtype, device=device)
+        self.device = torch.device("cpu") if self.is_offloaded and not first.is_meta else first.device
+        self.buffer = self._make_buffer(first.dtype, self.device)
         self._pin()
         shapes = [tuple(each.param.shape) for each in managed]
         self.placements = [ragged_shard(layout, i, shape) for i, shape in enumerate(shapes)]
@@ -49,13 +49,16 @@ class Shards:
         self.locals = [_torch.local_of(param) for param in self.params]
         self._zero_padding()
 
+    def _make_buffer(self, dtype: torch.dtype, device: torch.device) -> DBuffer:
+        return DBuffer.shard(self.layout, self.numels, self.mesh.rank, dtype=dtype, device=device)
+
     @property
     def dtype(self) -> torch.dtype:
         return self.buffer.dtype
 
     @property
     def is_meta(self) -> bool:
-        return self.buffer.flat.is_meta
+        return self.device.type == "meta"
 
     @property
     def is_trainable(self) -> bool:
@@ -67,11 +70,10 @@ class Shards:
         return self.offload_pin is not None
 
     def check_offload(self, fqns: Sequence[str]) -> None:
-        device = self.buffer.flat.device
-        if self.is_offloaded and device.type != "cpu":
+        if self.is_offloaded and self.device.type != "cpu":
             raise RuntimeError(
-                f"parameters should be materialised on the CPU when they are offloaded, but these are on {device}: "
-                f'{fqns}. Load a CPU state dict or call module.to_empty(device="cpu").'
+                f"parameters should be materialised on the CPU when they are offloaded, but these are on "
+                f'{self.device}: {fqns}. Load a CPU state dict or call module.to_empty(device="cpu").'
             )
 
     def new_buffer(self, dtype: torch.dtype, device: torch.device) -> DBuffer:
@@ -92,21 +94,27 @@ class Shards:
 
     @torch.no_grad()
     def _shard(self, index: int) -> nn.Parameter:
-        """Copy this rank's elements into the buffer; the parameter that views them carries over what users set."""
+        """The sharded parameter, which carries over what users set on the whole one."""
         managed = self.managed[index]
         param = managed.param
-        local = self.local(self.buffer, index)
-        span = self.layout.shard_range(index, self.numels[index], self.mesh.rank)
-        if not param.is_meta:
-            local.reshape(-1).copy_(param.detach().view(-1)[span.begin : span.end])
+        local = self._local_of(index, managed)
         spec = _torch.dtensor_spec(self.mesh.mesh, self.mesh.placements(self.placements[index]), param)
         sharded = nn.Parameter(_torch.dtensor(local, spec), requires_grad=param.requires_grad)
-        vars(sharded).update(vars(param))
+        if type(param) is nn.Parameter:  # subclasses keep their parts there
+            vars(sharded).update(vars(param))
         mark_managed(sharded, managed.fqn)
         mark_managed(param, managed.fqn)
         for hook in _torch.post_accumulate_hooks(param):
             _torch.on_gradient(sharded, hook)
         return sharded
+
+    def _local_of(self, index: int, managed: ManagedParam) -> torch.Tensor:
+        """This rank's elements, copied into the buffer."""
+        local = self.local(self.buffer, index)
+        span = self.layout.shard_range(index, self.numels[index], self.mesh.rank)
+        if not managed.param.is_meta:
+            local.reshape(-1).copy_(managed.param.detach().view(-1)[span.begin : span.end])
+        return local
 
     @torch.no_grad()
     def adopt(self, *, partly_loaded: bool = False) -> bool:
@@ -160,6 +168,7 @@ class Shards:
         ((dtype, device),) = kinds
         if (dtype, device) != (self.buffer.dtype, self.buffer.flat.device):
             self.buffer = self.new_buffer(dtype, device)
+            self.device = device
             self._pin()
 
     def _point(self, index: int, local: torch.Tensor) -> None:
@@ -183,7 +192,7 @@ class Shards:
             self.buffer.replace(flat.pin_memory())
 
     def _zero_padding(self) -> None:
-        if not self.is_meta:
+        if not self.buffer.flat.is_meta:
             self.buffer.zero_gaps()
 
 
