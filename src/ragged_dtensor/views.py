@@ -34,6 +34,8 @@ RESHAPES = {
 def reshaped(call: OpCall) -> Answer:
     """A view in memory order: view, squeeze, unsqueeze, flatten."""
     meta = call.metas[0]
+    if meta.dtype == dtype_of(call.spec) and meta.shape == call.spec.shape:
+        return Local(spec_like(call.spec, call.spec.placements, meta), _alias)
     placements = reshaped_placements(call, tuple(call.spec.shape), tuple(meta.shape))
     trailing = tuple(meta.shape[num_flat(placements) :])
     if meta.dtype != dtype_of(call.spec):  # x.view(torch.int32): bits under another name
