@@ -336,7 +336,7 @@ def _install_local_shape() -> None:
                 "Ask ragged_dtensor.ownership.piece_of(...).boxes(), or redistribute first."
             )
         lookup = my_coordinate.__getitem__ if isinstance(my_coordinate, list | tuple) else my_coordinate
-        coordinate = tuple(int(lookup(axis)) for axis in range(len(placements)))
+        coordinate = [lookup(axis) for axis in range(len(placements))]
         return seams.local_shape(tuple(global_shape), placements, tuple(mesh_shape), coordinate), ()
 
     _replace_everywhere("_compute_local_shape_and_global_offset", stock, compute)

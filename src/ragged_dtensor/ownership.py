@@ -48,7 +48,17 @@ def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise RaggedShardError(f"This rank is not part of the mesh {mesh}.")
-    return tuple(coordinate)
+    return whole_coordinate(coordinate)
+
+
+def whole_coordinate(coordinate: Sequence[object]) -> tuple[int, ...]:
+    """The coordinate as integers, which simulated ranks do not have."""
+    if not all(type(index) is int for index in coordinate):
+        raise RaggedShardError(
+            "Ragged shards differ in size from rank to rank, which one process that plays all ranks cannot hold, got "
+            f"the mesh coordinate {coordinate}. Use one process per rank (gloo) instead of LocalTensorMode."
+        )
+    return tuple(coordinate)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -134,8 +144,8 @@ def _piece(shape: Shape, placements: Placements, mesh: Shape, coordinate: tuple[
     return piece
 
 
-def local_shape(shape: Shape, placements: Sequence[Placement], mesh: Shape, coordinate: tuple[int, ...]) -> Shape:
-    return piece_of(shape, placements, mesh, coordinate).local_shape
+def local_shape(shape: Shape, placements: Sequence[Placement], mesh: Shape, coordinate: Sequence[object]) -> Shape:
+    return piece_of(shape, placements, mesh, whole_coordinate(coordinate)).local_shape
 
 
 _torch.seams.local_shape = local_shape

@@ -87,6 +87,19 @@ def test_partial_beside_another_placement_is_reduced_along_its_own_axis() -> Non
         check(full * 3, partial.redistribute(placements=[target, other]))
 
 
+@ranks(4)
+def test_gradients_of_replicas_and_shards_are_reduced_on_both_axes() -> None:
+    mesh, full = init_device_mesh("cpu", (2, 2)), numbered((8, 6))
+    partial = DTensor.from_local(full * (dist.get_rank() + 1), mesh, [Partial(), Partial()])
+    for target in ((Replicate(), RaggedShard((0,), (1, 3))), (RaggedShard((0,), (1, 3)), Replicate())):
+        check(full * 10, partial.redistribute(placements=target))
+    ragged = held(full, (Replicate(), RaggedShard((0,), (1, 3))), (2, 2), mesh.get_coordinate() or ())
+    partial = DTensor.from_local(
+        ragged, mesh, [Partial("max"), RaggedShard((0,), (1, 3))], shape=full.shape, stride=full.stride()
+    )
+    check(full, partial.redistribute(placements=[Replicate(), RaggedShard((0,), (1, 3))]))
+
+
 @ranks(2, 3)
 def test_the_gradient_of_a_movement_is_the_movement_back() -> None:
     mesh, full = line(), numbered((12, 5))

@@ -148,3 +148,27 @@ def test_ranks_outside_the_mesh_hold_nothing() -> None:
     x = distribute_tensor(numbered((4,)), mesh, [RaggedShard((0,), (1,))])
     y = x.redistribute(placements=[Replicate()])
     assert y.to_local().numel() == (4 if dist.get_rank() == 0 else 0)
+
+
+@pytest.mark.subprocess
+def test_one_process_that_plays_all_ranks_is_refused() -> None:
+    program = """
+        import torch, torch.distributed as dist
+        from torch.distributed._local_tensor import LocalTensorMode
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from ragged_dtensor import RaggedShard, RaggedShardError, distribute_tensor
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        with LocalTensorMode(2):
+            mesh = init_device_mesh("cpu", (2,))
+            for make in (distribute_tensor, lambda x, mesh, placements: torch.distributed.tensor.zeros(
+                    8, device_mesh=mesh, placements=placements)):
+                try:
+                    make(torch.arange(8.0), mesh, [RaggedShard((0,), (1, 3))])
+                except RaggedShardError as error:
+                    assert "instead of LocalTensorMode" in str(error), error
+                else:
+                    raise AssertionError("nothing was raised")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)

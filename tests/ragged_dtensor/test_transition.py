@@ -137,6 +137,13 @@ def test_an_outer_cut_changes_only_after_the_cuts_inside_it_are_gathered() -> No
     ]
 
 
+def test_gradients_are_scattered_before_they_are_summed_over_replicas() -> None:
+    ragged = RaggedShard((0,), (1, 3))
+    first, second = find_steps((8, 4), (Partial(), Partial()), (Replicate(), ragged), (2, 2))
+    assert (first.axis, first.target) == (1, ragged)
+    assert (second.axis, second.target) == (0, Replicate())
+
+
 def test_partial_is_no_target() -> None:
     with pytest.raises(UnsupportedTransitionError, match=r"no way from \(RaggedShard.*\) to \(Partial\(sum\),\)"):
         find_steps((4,), (RaggedShard((0,), (1, 1)),), (Partial(),), (2,))
