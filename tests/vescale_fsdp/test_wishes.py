@@ -141,3 +141,11 @@ def test_a_format_asks_for_its_blocks_and_for_shares_that_its_codes_align() -> N
         ("layers.1", 4, 1),
     ]
     assert plan_model(shapes, 2).groups[0].plan.share == 32  # 24 elements on 2 ranks
+
+
+@pytest.mark.usefixtures("four_bits")
+def test_every_parameter_beside_codes_starts_where_they_align() -> None:
+    specs = tuple(ParamSpec(f"p{at}", (8, 1)) for at in range(3))
+    shapes = grant(ModelShapes("m", "m", (ShapeGroup(("root",), specs),)), [parse_wish("format", "p1=four")])
+    (group,) = plan_model(shapes, 1).groups
+    assert sorted(tensor.start for tensor in group.plan.tensors) == [0, 32, 64]
