@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ragged_dtensor.granularity import Granularity
 from vescale_fsdp.picture.geometry import MAX_ROWS, Piece, Row, block_edges, gaps, pieces, rows
 from vescale_fsdp.picture.style import ink_on, size_text
-from vescale_fsdp.plan import GroupPlan, Span
+from vescale_fsdp.plan import GroupPlan, Span, TensorPlan
 from vescale_fsdp.planner import plan_group
 from vescale_fsdp.spec import ParamSpec
 
@@ -41,11 +42,16 @@ def test_gaps_are_what_no_tensor_owns() -> None:
 
 
 def test_block_edges_lie_between_blocks() -> None:
-    from ragged_dtensor.granularity import Granularity
-
     group = plan_group([ParamSpec("w", (12,), granularity=Granularity(2))], 2, unit=1, align=1)
     edges = [(edge.left, edge.top, edge.bottom) for edge in block_edges(group.tensors[0], 6)]
     assert edges == [(2, 0, 2), (4, 0, 2)]
+
+
+def test_block_edges_count_from_the_tensors_start() -> None:
+    spec = ParamSpec("w", (16,), granularity=Granularity(3))
+    # From element 1 of shares of 8, rank 0 holds 0-6, rank 1 holds 7-14, rank 2 holds 15; blocks start at 3, 6, 9, 12, 15.
+    edges = [(edge.left, edge.top) for edge in block_edges(TensorPlan(spec, 0, 1), 8)]
+    assert edges == [(4, 0), (7, 0), (2, 1), (5, 1)]
 
 
 def test_few_ranks_are_a_row_each() -> None:
