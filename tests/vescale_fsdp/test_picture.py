@@ -49,7 +49,7 @@ def test_block_edges_lie_between_blocks() -> None:
 
 def test_block_edges_count_from_the_tensors_start() -> None:
     spec = ParamSpec("w", (16,), granularity=Granularity(3))
-    # From element 1 of shares of 8, rank 0 holds 0-6, rank 1 holds 7-14, rank 2 holds 15; blocks start at 3, 6, 9, 12, 15.
+    # From element 1, shares of 8: rank 0 holds 0-6, rank 1 7-14, rank 2 the last; blocks start at 3, 6, 9, 12 and 15.
     edges = [(edge.left, edge.top) for edge in block_edges(TensorPlan(spec, 0, 1), 8)]
     assert edges == [(4, 0), (7, 0), (2, 1), (5, 1)]
 
