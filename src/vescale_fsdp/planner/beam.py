@@ -13,7 +13,7 @@ from .problem import Order, Problem
 
 __all__ = ["Beam", "beam_search"]
 
-MIN_WIDTH = 16
+MIN_WIDTH = 4
 """States per layer, however many layers there are."""
 
 

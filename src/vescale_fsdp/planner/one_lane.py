@@ -23,7 +23,7 @@ NUM_DIVES = 4
 BEAM_STEPS = 60_000
 """By one beam, at one share; a search that needs fewer is complete."""
 
-SEARCH_STEPS = 200_000
+SEARCH_STEPS = 140_000
 """By all beams of one search."""
 
 NEAR = 1_000
