@@ -101,7 +101,13 @@ def test_other_packages_are_used_by_their_public_names(package: Path) -> None:
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=named)
 def test_a_plugin_imports_what_vescale_fsdp_exports(plugin: Path) -> None:
-    exported = {f"{package.name}.{name}" for package in OURS for name in public_names(package / "__init__.py")[0] or []}
+    exported = {
+        f"{module_name(folder / '__init__.py', package)}.{name}"
+        for package in OURS
+        for folder in FOLDERS
+        if folder.is_relative_to(package)
+        for name in public_names(folder / "__init__.py")[0] or []
+    }
     ours = {package.name for package in OURS}
     violations = [
         f"{where(path, line)} imports {name}"
@@ -201,13 +207,18 @@ def all_python_files() -> list[Path]:
 
 def test_no_function_is_longer_than_sixty_lines() -> None:
     long = [
-        f"{where(path, node.lineno)} {node.name}: {node.end_lineno - node.lineno + 1} lines"
+        f"{where(path, node.lineno)} {node.name}: {num_lines(node)} lines"
         for path in all_python_files()
         for node in ast.walk(tree_of(path))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        if node.end_lineno and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and num_lines(node) > MAX_FUNCTION_LINES
     ]
     assert not long, "\n".join(long)
+
+
+def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Of code: a docstring may be as long as it likes."""
+    docstring = ast.get_docstring(function, clean=False)
+    return (function.end_lineno or 0) - function.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)
 
 
 def test_the_first_line_of_each_file_says_what_it_is() -> None:
