@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .errors import PlanError
 from .hookspecs import LayoutConstraint, hookimpl
 
-__all__ = ["Blocks", "Rows", "Whole", "vescale_layout_constraints"]
+__all__ = ["Blocks", "Matrices", "Rows", "Whole", "vescale_layout_constraints"]
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,20 @@ class Whole:
         return max(math.prod(shape), 1)
 
 
+@dataclass(frozen=True)
+class Matrices:
+    """`muon`: one rank holds each matrix, of a stack of experts each expert; nothing for tensors of fewer dims."""
+
+    name: str = "muon"
+
+    def numel(self, shape: tuple[int, ...], size: tuple[int, ...]) -> int:
+        _sizes(self.name, size, default=())
+        return max(math.prod(shape[1:] if len(shape) == 3 else shape), 1) if len(shape) > 1 else 1
+
+
 @hookimpl
 def vescale_layout_constraints() -> Iterable[LayoutConstraint]:
-    return (Rows(), Blocks(), Whole())
+    return (Rows(), Blocks(), Whole(), Matrices())
 
 
 def _rows(shape: tuple[int, ...], rows: int) -> int:

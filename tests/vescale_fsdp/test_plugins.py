@@ -101,6 +101,8 @@ def test_no_wish_is_element_granularity() -> None:
         ("blocks", (4096, 512), 128 * 512, "128 rows"),
         ("blocks:16x16", (8, 96, 64), 16 * 64, "16 rows"),
         ("whole", (8, 96, 64), 8 * 96 * 64, "whole"),
+        ("muon", (96, 64), 96 * 64, "whole"),
+        ("muon", (8, 96, 64), 96 * 64, "1 expert"),
         (7, (64,), 7, "7 elements"),
     ],
 )
@@ -140,7 +142,7 @@ def test_a_name_belongs_to_one_distribution(registry: Registry) -> None:
     with pytest.raises(PluginError, match="'halves' is registered twice, by vescale-test and by vescale-other"):
         registry.register(Plugin([Halves()]), distribution="vescale-other")
     assert registry.formats["halves"].distribution == "vescale-test"
-    assert len(registry.constraints) == 4
+    assert len(registry.constraints) == 5
 
 
 def test_a_hook_that_fails_is_named_with_its_distribution(registry: Registry) -> None:

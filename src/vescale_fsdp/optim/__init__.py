@@ -3,7 +3,7 @@
 Reading order; a file imports only what stands before it:
 
     matrices orthogonalize owners holdings route passage terms lend adamw blocks adamw8bit optimizer muon preconditioner
-    panel_state panels shampoo
+    panel_state panels shampoo whole
 """
 
 from .adamw8bit import AdamW8bit
@@ -15,6 +15,7 @@ from .owners import Ownership, select_owners
 from .panel_state import BlockViews, Kind
 from .panels import PanelOptimizer
 from .shampoo import Shampoo
+from .whole import whole_matrices
 
 __all__ = [
     "AdamW8bit",
@@ -34,4 +35,5 @@ __all__ = [
     "matrices_of",
     "matrix_groups",
     "select_owners",
+    "whole_matrices",
 ]

@@ -1,0 +1,138 @@
+"""Matrix optimizers on models that fully_shard wrapped: the same training as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
+
+from vescale_fsdp import fully_shard
+from vescale_fsdp.optim import Muon, Replicas, Shampoo, matrix_groups, whole_matrices
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(12, 20)
+        self.out = nn.Linear(20, 12, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, 12, 7) / 4)
+        self.unused = nn.Linear(5, 5)
+        self.frozen = nn.Linear(12, 12).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(x + self.out(self.qkv(x).tanh()))
+        return x + sum(((x @ expert).tanh() @ expert.T for expert in self.experts), torch.zeros_like(x))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(), Layer())
+
+
+def muon(module: nn.Module, **options: Any) -> Muon:
+    split = {f"{i}.qkv.weight": (10, 5, 5) for i in range(2)}
+    return Muon(matrix_groups(module, lr=1e-2), lr=0.02, split=split, iteration_dtype=torch.float32, **options)
+
+
+def shampoo(module: nn.Module) -> Shampoo:
+    return Shampoo(matrix_groups(module, lr=1e-2), lr=0.02, epsilon=1e-3, max_preconditioner_dim=6)
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, share: slice, micro_batches: int = 1) -> None:
+    for step in range(3):
+        batch = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))[share]
+        for part in batch.chunk(micro_batches):
+            (module(part).square().mean() / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def share() -> slice:
+    size = 8 // dist.get_world_size()
+    return slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
+
+
+def check(module: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    whole = model()
+    train(whole, make(whole), slice(None))
+    for (fqn, param), expected in zip(module.named_parameters(), whole.parameters(), strict=True):
+        assert isinstance(param, DTensor)
+        torch.testing.assert_close(
+            param.full_tensor(), expected.data, rtol=1e-4, atol=1e-5, msg=lambda text, fqn=fqn: f"{fqn}: {text}"
+        )
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize("name", ["muon", "shampoo"])
+def test_training_equals_one_process(name: str) -> None:
+    make: Callable[[nn.Module], torch.optim.Optimizer] = {"muon": muon, "shampoo": shampoo}[name]
+    module = model()
+    for layer in module:
+        fully_shard(layer)
+    fully_shard(module)
+    train(module, make(module), share())
+    check(module, make)
+
+
+@ranks(4)
+@pytest.mark.parametrize("replicas", list(Replicas))
+def test_hybrid_sharding_equals_one_process(replicas: Replicas) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    module = model()
+    for layer in module:
+        fully_shard(layer, mesh=mesh)
+    train(module, muon(module, replicas=replicas), share())
+    check(module, muon)
+
+
+@ranks(2)
+def test_torchs_fully_shard_works_as_well() -> None:
+    module = model()
+    for layer in module:
+        fsdp2(layer)
+    train(module, muon(module), share())
+    check(module, muon)
+
+
+@ranks(2)
+def test_accumulation_over_micro_batches_is_one_step() -> None:
+    module = model()
+    for layer in module:
+        fully_shard(layer)
+    train(module, muon(module), share(), micro_batches=2)
+    check(module, muon)
+
+
+@ranks(2)
+def test_matrices_that_the_planner_kept_whole_do_not_travel() -> None:
+    module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    fully_shard(module, param_policy=whole_matrices(module, num_ranks=2))
+    optimizer = Muon(module.parameters())
+    for param in module.parameters():
+        param.grad = torch.ones_like(param)
+    with patch.object(dist, "all_to_all_single", side_effect=AssertionError):
+        optimizer.step()
+    assert "4 matrices of 4 tensors over 2 ranks: 4 lie whole at their owner" in optimizer.explain()
+
+
+def test_as_many_matrices_are_whole_as_the_padding_allows() -> None:
+    module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 100)])
+    policy = whole_matrices(module, num_ranks=4, max_padding_pct=1.0)
+    granted = [fqn for fqn, param in module.named_parameters() if policy(fqn, param) is not None]
+    assert granted == ["0.weight", "1.weight"]
+
+
+def test_without_a_bound_all_matrices_are_whole_and_with_none_to_spare_only_what_is_free() -> None:
+    module = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(3)])
+    for bound, count in ((1e6, 3), (0.0, 0)):
+        policy = whole_matrices(module, num_ranks=2, max_padding_pct=bound)
+        assert sum(policy(fqn, param) is not None for fqn, param in module.named_parameters()) >= count
