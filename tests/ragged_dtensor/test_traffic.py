@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragged_dtensor import RaggedShard, distribute_tensor
 
-
 COLLECTIVES = {"all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast_", "reduce_"}
 
 
