@@ -168,7 +168,11 @@ class ParamGroup:
             return
         self._lane = self.streams.take_lane()
         with torch.profiler.record_function(f"vescale::all_gather ({self.name})"), self.streams.gathering(self._lane):
-            gathering = self._start_gathering(async_op)
+            try:
+                gathering = self._start_gathering(async_op)
+            except RuntimeError as error:
+                error.add_note(self._note("gathering"))
+                raise
         self._pending = gathering, self.streams.gathered(self._lane)
 
     def _start_gathering(self, async_op: bool) -> Gathering:
@@ -183,7 +187,11 @@ class ParamGroup:
     def wait_for_unshard(self) -> None:
         if self._pending is None:
             return
-        self._end_gathering()
+        try:
+            self._end_gathering()
+        except RuntimeError as error:
+            error.add_note(self._note("gathering"))
+            raise
         if not self._unsharded:
             self._unsharded = self._make_unsharded()
         for sharded, unsharded in zip(self.shards.params, self._unsharded, strict=True):
@@ -252,8 +260,9 @@ class ParamGroup:
         return unsharded
 
     def take_gradient(self, index: int, param: torch.Tensor) -> None:
-        self._start_reduction()
-        self.reduction.take(index, param, self.traffic)
+        if not self.reduction.is_started:
+            self._start_reduction()
+        self.reduction.take(index, param, self.streams, self.traffic)
 
     def _start_reduction(self) -> None:
         dtype = self.compute_dtype
@@ -269,7 +278,18 @@ class ParamGroup:
             self._start_reduction()
         if self.reduction.is_due:
             with torch.profiler.record_function(f"vescale::reduce ({self.name})"):
-                self.reduction.run(self.streams, self.traffic)
+                try:
+                    self.reduction.run(self.streams, self.traffic)
+                except RuntimeError as error:
+                    error.add_note(self._note("reducing"))
+                    raise
+
+    def _note(self, doing: str) -> str:
+        """What a collective's own error lacks."""
+        return (
+            f"while {doing} group {self.name!r} ({self.fqns[0]} and {len(self.fqns) - 1} more) over "
+            f"{self.mesh.num_ranks} ranks. If only some ranks use this module, see set_reduce_scatter_unused_params."
+        )
 
     def finish_backward(self) -> None:
         """The iteration is over; a gather that nobody used is waited for."""

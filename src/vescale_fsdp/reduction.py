@@ -31,6 +31,7 @@ class Reduction:
         """HSDP: what has been reduced within the replica but not yet over replicas."""
         self._delivered: set[int] = set()
         """Parameters whose gradient this iteration delivered: what a failed iteration takes back."""
+        self._is_running = False
         self._copied: Any = None
         """The event after which gradients have arrived on the CPU."""
         self.is_on = True
@@ -54,8 +55,15 @@ class Reduction:
             layout = self._shards.layout
             self._gradients = Gradients(layout, shapes, dtype=dtype, reduce_dtype=reduce_dtype, device=device)
 
-    def take(self, index: int, param: torch.Tensor, traffic: Traffic) -> None:
+    @property
+    def is_started(self) -> bool:
+        return self._gradients is not None
+
+    def take(self, index: int, param: torch.Tensor, streams: Streams, traffic: Traffic) -> None:
         assert self._gradients is not None
+        if self._is_running:
+            streams.settle()  # the module is used twice in one backward: its buffer still feeds the first reduction
+            self._is_running = False
         traffic.copied_bytes += self._gradients.take(index, param, hold=not self.is_on)
 
     @property
@@ -91,6 +99,7 @@ class Reduction:
                 if division.after != 1:
                     reduced.flat.div_(division.after)
                 self._deliver(self._stored(reduced), filled)
+        self._is_running = True
         streams.reduced(gradients.whole.free)
 
     def _sum_over_replicas(self, reduced: DBuffer, division: Division, traffic: Traffic) -> bool:
@@ -157,6 +166,7 @@ class Reduction:
     def finish(self) -> None:
         """The iteration is good: gradients are where the optimizer looks for them, and stay."""
         self._delivered.clear()
+        self._is_running = False
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None

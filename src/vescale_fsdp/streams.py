@@ -50,6 +50,9 @@ class Streams:
         """A reduction was issued; `free_input` is called once its input is not needed any more."""
         free_input()
 
+    def settle(self) -> None:
+        """Computation waits for all reductions, and their inputs are freed."""
+
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Issue a user's hook in their own stream, after the reduction."""
         return nullcontext()
@@ -118,9 +121,12 @@ class DeviceStreams(Streams):
         stream.wait_event(self._reduce.record_event())
         return _Joined(stream, self._reduce)
 
-    def finish_backward(self) -> None:
+    def settle(self) -> None:
         while self._held:
             self._release_oldest()
+
+    def finish_backward(self) -> None:
+        self.settle()
         self._compute.wait_event(self._reduce.record_event())
 
     def _release_oldest(self) -> None:

@@ -88,9 +88,7 @@ def test_an_optimizer_made_before_wrapping_raises_at_its_step() -> None:
 @ranks(2)
 def test_calling_an_inner_module_names_it_and_the_remedy() -> None:
     model = wrapped(Tower())
-    with pytest.raises(
-        VescaleError, match=r"Linear with up.weight, up.bias was called outside the forward of Block"
-    ):
+    with pytest.raises(VescaleError, match=r"Linear with up.weight, up.bias was called outside the forward of Block"):
         model.blocks[0].up(batch(0, 1))
     model(batch(0, 1)).sum().backward()
     with pytest.raises(VescaleError, match="register_fsdp_forward_method"):
@@ -165,3 +163,19 @@ def test_a_gradient_from_before_wrapping_is_named() -> None:
     with pytest.warns(UserWarning, match=r"weight: its gradient"):
         fully_shard(model)
     assert model.weight.grad is None
+
+
+@ranks(2)
+def test_an_error_of_a_collective_names_group_and_module() -> None:
+    class Broken:
+        def allocate(self, size: tuple[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        def __call__(self, **_: object) -> None:
+            raise RuntimeError("connection closed by peer")
+
+    model = wrapped(Tower())
+    model.blocks[1].set_custom_all_gather(Broken())
+    with pytest.raises(RuntimeError, match="connection closed by peer") as error:
+        model(batch(0, 1))
+    assert "while gathering group 'blocks.1' (blocks.1.norm.weight and 4 more)" in error.value.__notes__[0]
