@@ -28,12 +28,26 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # is
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding  # isort: skip
 from torch.distributed.tensor.placement_types import _StridedShard  # isort: skip
 from torch.distributed.tensor._ops._math_ops import _NormPartial  # isort: skip
+from torch._ops import OpOverloadPacket  # isort: skip
 from torch.utils._python_dispatch import return_and_correct_aliasing  # isort: skip
+from torch.utils._pytree import tree_leaves, tree_map_only  # isort: skip
 
 from ragged_dtensor.errors import RaggedShardError, UnsupportedTorchError
 from ragged_dtensor.seams import seams
 
-__all__ = ["DTensorSpec", "OpSchema", "OutputSharding", "Placement", "TensorMeta", "register", "seams"]
+__all__ = [
+    "DTensorSpec",
+    "OpOverloadPacket",
+    "OpSchema",
+    "OutputSharding",
+    "Placement",
+    "TensorMeta",
+    "local_of",
+    "register",
+    "seams",
+    "tree_leaves",
+    "tree_map_only",
+]
 
 OLDEST, NEWEST_BEFORE = (2, 11), (2, 15)
 
@@ -349,6 +363,12 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """The local tensor itself: `to_local()` makes a view and an autograd node."""
+    local: torch.Tensor = tensor._local_tensor
+    return local
 
 
 def new_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> DTensor:

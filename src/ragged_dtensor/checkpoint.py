@@ -29,7 +29,7 @@ from ragged_dtensor.slicing import local_part
 
 def write_items(dtensor: DTensor, fqn: str) -> list[Any]:
     """One WriteItem per box of this rank's piece."""
-    local = dtensor._local_tensor
+    local = _torch.local_of(dtensor)
     return [
         WriteItem(
             index=MetadataIndex(fqn, torch.Size(box.offsets)),
@@ -49,7 +49,7 @@ def chunk_list(dtensor: DTensor) -> list[Any]:
 
 def tensor_shard(dtensor: DTensor, index: Any) -> torch.Tensor:
     """The box that begins where `index` (a MetadataIndex) says, as a view: loading writes into it."""
-    local = dtensor._local_tensor
+    local = _torch.local_of(dtensor)
     if not local.is_contiguous():
         raise RaggedShardError(
             f"{index.fqn}: the local tensor of shape {tuple(local.shape)} and stride {local.stride()} is not "
@@ -90,7 +90,7 @@ def place_full(dtensor: DTensor, full: torch.Tensor) -> DTensor:
     if dtensor.is_meta:
         # A clone: what stays must not keep the full tensor alive.
         return _torch.new_dtensor(part.clone(), dtensor._spec, requires_grad=False)
-    dtensor._local_tensor.detach().copy_(part)
+    _torch.local_of(dtensor).detach().copy_(part)
     return dtensor
 
 

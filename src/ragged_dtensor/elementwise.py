@@ -80,7 +80,7 @@ def _pretends_to_be_inplace(op: Any) -> bool:
 def _has_tagged_form(op: Any, name: str, overload: str) -> bool:
     """Whether another form of the op carries the tag. `max` has elementwise forms and reductions: both must fit."""
     packet = getattr(aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, _torch.OpOverloadPacket):
         return False
     tensors = _num_tensors(op)
     for other in overloads_of(packet):
@@ -172,13 +172,13 @@ def check_memory_format(call: OpCall) -> None:
 
 def _on_owner(op: Any, metas: Sequence[TensorMeta], /, *args: Any, **kwargs: Any) -> Any:
     """A 0-dim ragged tensor has a local tensor of one element or none; type promotion needs it as a 0-dim tensor."""
-    locals_ = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    locals_ = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if any(not leaf.numel() for leaf in locals_):
         empty = [locals_[0].new_empty(0, dtype=meta.dtype) for meta in metas]
         return empty[0] if len(empty) == 1 else tuple(empty)
-    args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.view(()), (args, kwargs))
+    args, kwargs = _torch.tree_map_only(torch.Tensor, lambda leaf: leaf.view(()), (args, kwargs))
     result = op(*args, **kwargs)
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.view(1), result)
+    return _torch.tree_map_only(torch.Tensor, lambda leaf: leaf.view(1), result)
 
 
 # --- lists of tensors
@@ -196,7 +196,7 @@ def is_elementwise_on_lists(op: Any) -> bool:
     packet = getattr(aten, base, None)
     if base in UNTAGGED or base == "clone":
         return True
-    if not isinstance(packet, torch._ops.OpOverloadPacket) or base in ("max", "min", "norm"):
+    if not isinstance(packet, _torch.OpOverloadPacket) or base in ("max", "min", "norm"):
         return False
     return any(torch.Tag.pointwise in form.tags for form in overloads_of(packet))
 
