@@ -84,7 +84,7 @@ $(PINS): $(INPUTS) | $(BIN)/python
 # Other stamps go first: they tell of another torch.
 $(TRAIN): $(PINS)
 	find $(VENV) -maxdepth 1 -name '.ready-*' ! -name '*-$(TORCH_ID)' -delete
-	$(INSTALL) --no-build-isolation -e '.[cli,viz]' $(TORCH_REQUIREMENT)
+	$(INSTALL) --no-build-isolation -e '.[cli,viz]' $(addprefix -e ./,$(PLUGINS)) $(TORCH_REQUIREMENT)
 	touch $@
 
 $(TEST): $(PINS)

@@ -31,6 +31,9 @@ def train(
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Whether the head is the embedding.")] = Settings.tied,
     lr: Annotated[float, typer.Option(help="The highest learning rate.")] = Settings.lr,
     optimizer: Annotated[OptimizerName, typer.Option(help="Who updates the blocks' matrices.")] = Settings.optimizer,
+    gather_format: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Gather matrices in this block format, such as fp8_block.")
+    ] = Settings.gather_format,
     dtype: Annotated[
         Dtype, typer.Option(help="fp32, or bf16: compute in bf16, reduce and update in fp32.")
     ] = Settings.dtype,
@@ -61,6 +64,7 @@ def train(
             tied=tied,
             lr=lr,
             optimizer=optimizer,
+            gather_format=gather_format,
             dtype=dtype,
             seed=seed,
             data=data,

@@ -6,6 +6,7 @@ An engine only wraps. Batches, loss, clipping, optimizer and counting are the lo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vescale_fsdp.demo.model import GPT
-from vescale_fsdp.demo.settings import Dtype, EngineName, Settings
+from vescale_fsdp.demo.settings import Dtype, EngineName, OptimizerName, Settings
 from vescale_fsdp.fully_shard import fully_shard
+from vescale_fsdp.optim import AdamW8bit
+from vescale_fsdp.policy import ParamPolicy
 from vescale_fsdp.report import report
 
 __all__ = ["ENGINES", "Engine", "Group"]
@@ -27,13 +30,17 @@ __all__ = ["ENGINES", "Engine", "Group"]
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that travel together: `numel` of them, `padding` elements beside them over all ranks."""
+    """Parameters that travel together: `numel` of them, `padding` elements beside them over all ranks.
+
+    `asked`: what may not be cut, and which plugin asked for it.
+    """
 
     name: str
     num_tensors: int
     numel: int
     padding: int
     nbytes_per_rank: int
+    asked: tuple[str, ...] = ()
 
 
 class Engine(Protocol):
@@ -73,15 +80,22 @@ class Vescale:
     casts = True
 
     def wrap(self, model: GPT, settings: Settings) -> nn.Module:
-        mesh, policy = _mesh(), _policy(settings)
+        mesh, policy, wishes = _mesh(), _policy(settings), partial(_wish, settings)
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy, param_policy=wishes)
+        fully_shard(model, mesh=mesh, mp_policy=policy, param_policy=wishes)
         return model
 
     def groups(self, model: nn.Module) -> tuple[Group, ...]:
         return tuple(
-            Group(part.name or "root", len(part.plan.tensors), part.plan.numel, part.plan.padding, part.shard_nbytes)
+            Group(
+                part.name or "root",
+                len(part.plan.tensors),
+                part.plan.numel,
+                part.plan.padding,
+                part.shard_nbytes,
+                tuple(dict.fromkeys(reason for spec in part.plan.specs for reason in spec.granularity.reasons)),
+            )
             for part in report(model).groups
         )
 
@@ -122,6 +136,13 @@ def _policy(settings: Settings) -> MixedPrecisionPolicy:
     if settings.dtype is Dtype.FP32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _wish(settings: Settings, fqn: str, param: nn.Parameter) -> ParamPolicy | None:
+    """Matrices are gathered in the format of the settings; AdamW8bit's blocks stay whole."""
+    format = settings.gather_format if param.ndim == 2 else None
+    state = AdamW8bit.policy(fqn, param) if settings.optimizer is OptimizerName.ADAMW8BIT else None
+    return ParamPolicy(format=format, state_format=state.state_format if state is not None else None)
 
 
 def _unit_of(fqn: str) -> str:

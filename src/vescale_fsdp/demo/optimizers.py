@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_fsdp.demo.settings import OptimizerName, Settings
-from vescale_fsdp.optim import Muon, Shampoo, matrix_groups
+from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, matrix_groups
 
 __all__ = ["make_optimizer"]
 
@@ -23,6 +23,8 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimize
     """
     if settings.optimizer is OptimizerName.ADAMW:
         return torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=BETAS, fused=True)
+    if settings.optimizer is OptimizerName.ADAMW8BIT:
+        return AdamW8bit(model.named_parameters(), lr=settings.lr, betas=BETAS)
     groups = matrix_groups(model, adamw=_is_head, lr=settings.lr, betas=BETAS)
     thirds = (settings.dim,) * 3
     options: dict[str, Any] = {

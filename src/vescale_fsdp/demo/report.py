@@ -41,6 +41,7 @@ def as_data(settings: Settings, outcome: Outcome) -> dict[str, object]:
                 "numel": group.numel,
                 "padding": group.padding,
                 "nbytes_per_rank": group.nbytes_per_rank,
+                "asked": group.asked,
             }
             for group in outcome.groups
         ],
@@ -80,6 +81,7 @@ def print_report(console: Console, settings: Settings, outcome: Outcome, curve: 
         "peak memory": f"{outcome.peak_bytes / 1e6:.1f} MB of tensors on the fullest rank",
         "a step moves": f"{outcome.wire_bytes / 1e6:.2f} MB sent per rank, in {calls or 'no collectives'}",
         "padding": f"{outcome.padding_pct:.2f} %",
+        "kept whole": ", ".join(dict.fromkeys(each for group in outcome.groups for each in group.asked)) or "nothing",
         "loss curve": str(curve) if curve else "not drawn: pip install 'vescale-fsdp[viz]'",
     }
     for name, value in rows.items():

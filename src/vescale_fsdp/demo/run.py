@@ -15,6 +15,7 @@ from vescale_fsdp.demo.loop import train
 from vescale_fsdp.demo.progress import show_progress
 from vescale_fsdp.demo.report import draw_loss_curve, print_report, write_json
 from vescale_fsdp.demo.settings import Settings
+from vescale_fsdp.plugins import registry
 
 __all__ = ["Run"]
 
@@ -30,6 +31,8 @@ class Run:
     def check(self) -> None:
         """Find before any process starts what would fail after minutes: ValueError or OSError says what it is."""
         Corpus.read(find_files(self.settings.data), self.settings.seq)
+        for name in self.settings.formats:
+            registry().format(name)
         self.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.out):
             pass

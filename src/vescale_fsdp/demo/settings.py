@@ -19,9 +19,10 @@ class EngineName(StrEnum):
 
 
 class OptimizerName(StrEnum):
-    """Who updates the matrices of the blocks; everything else is AdamW's."""
+    """Who updates the matrices of the blocks; everything else is AdamW's. adamw8bit is for all, with 8-bit state."""
 
     ADAMW = "adamw"
+    ADAMW8BIT = "adamw8bit"
     MUON = "muon"
     SHAMPOO = "shampoo"
 
@@ -48,6 +49,7 @@ class Settings:
     tied: bool = False
     lr: float = 3e-3
     optimizer: OptimizerName = OptimizerName.ADAMW
+    gather_format: str | None = None
     dtype: Dtype = Dtype.FP32
     seed: int = 0
     data: Path | None = None
@@ -67,8 +69,18 @@ class Settings:
         if self.batch % self.ranks:
             fitting = -(-self.batch // self.ranks) * self.ranks
             raise ValueError(f"--batch {self.batch} does not divide over {self.ranks} ranks; try --batch {fitting}")
+        if self.gather_format is not None and self.engine is not EngineName.VESCALE:
+            raise ValueError(f"--gather-format is for --engine vescale; {self.engine} gathers full precision")
+        if self.optimizer is OptimizerName.ADAMW8BIT and self.engine is EngineName.FSDP2:
+            raise ValueError("--optimizer adamw8bit needs blocks that no rank boundary cuts, which fsdp2 does not plan")
         if self.engine is EngineName.SINGLE and self.ranks != 1:
             raise ValueError(f"--engine single is one process, got {self.ranks} ranks")
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Block formats that plugins must have registered."""
+        state = ("dynamic8_block", "dynamic8_block_unsigned") if self.optimizer is OptimizerName.ADAMW8BIT else ()
+        return state if self.gather_format is None else (self.gather_format, *state)
 
     @property
     def rank_batch(self) -> int:
