@@ -206,6 +206,8 @@ FUSED_OPTIMIZERS = {"_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd
 
 def elementwise_on_lists(call: OpCall) -> Answer:
     """One op on lists of tensors: the i-th tensors of all lists and the single tensors belong together."""
+    if call.output_names:
+        raise refusal(call, "torch does not take lists of DTensors as out=", "Use the in-place form.")
     found, specs = Fit(), []
     for operands in _columns(call):
         first = operands[0].spec
