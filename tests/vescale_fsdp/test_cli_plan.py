@@ -145,3 +145,35 @@ def test_bad_input_is_one_line_and_exit_code_2(args: tuple[object, ...], message
     (line,) = result.stderr.splitlines()
     assert line.startswith("Error: ")
     assert message in line
+
+
+@pytest.mark.parametrize("command", ["plan", "advise"])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "m.json",
+            b'{"version": 1, "groups": [{"params": [["w", [4, -1]]]}]}',
+            "groups[0].params[0] (w): shape: expected",
+        ),
+        ("m.json", b'{"version": 1, "groups": [{"params": [["w", [1]], ["w", [1]]]}]}', "w comes twice"),
+        ("m.json", b'{"version": 3}', "version: expected 1, got 3"),
+        ("m.safetensors", b"\x50\0\0\0\0\0\0\0{", "header: truncated; it needs 88 bytes, the file has 9"),
+        (
+            "broken.py",
+            b"raise RuntimeError('first line' + chr(10) + 'second line')",
+            "RuntimeError: first line second line",
+        ),
+    ],
+    ids=["negative", "duplicate", "version", "truncated", "factory raises"],
+)
+def test_a_malformed_file_is_named_with_its_entry(
+    command: str, name: str, content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    source = "broken:make" if name.endswith(".py") else name
+    result = run(command, source, "--ranks", 8)
+    (line,) = result.stderr.splitlines()
+    assert (result.exit_code, line.startswith(f"Error: {source}: ")) == (2, True)
+    assert message in line
