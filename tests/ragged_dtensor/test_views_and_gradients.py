@@ -273,3 +273,29 @@ def test_optimizers_without_a_ragged_form_raise() -> None:
             parameter.grad = place(torch.randn(6, 4), mesh_of(), cut)
             with pytest.raises(RaggedShardError):
                 make([parameter]).step()
+
+
+# --- modules
+
+
+@ranks(3)
+def test_modules_move_from_the_meta_device_and_change_dtype_also_where_a_rank_owns_nothing() -> None:
+    cut = RaggedShard((0,), (0, 1, 0))
+    module = nn.Module()
+    module.weight = nn.Parameter(distribute_tensor(torch.empty(1, 3, 4, device="meta"), mesh_of(), [cut]))
+    module.to_empty(device="cpu")
+    assert module.weight.to_local().shape == ((1, 3, 4) if dist.get_rank() == 1 else (0, 3, 4))
+    assert not module.weight.is_meta
+    nn.init.ones_(module.weight)
+    module.to(torch.bfloat16)
+    assert module.weight.dtype == module.weight.to_local().dtype == torch.bfloat16
+    assert_same(module.weight.detach(), torch.ones(1, 3, 4, dtype=torch.bfloat16))
+
+
+@ranks(2)
+def test_an_average_of_shards_is_the_shard_of_the_average() -> None:
+    mesh, old, new = mesh_of(), torch.randn(5, 4), torch.randn(5, 4)
+    average, weight = (nn.Parameter(place(full, mesh, RaggedShard((0,), (3, 2)))) for full in (old, new))
+    with torch.no_grad():
+        average.lerp_(weight, 0.25)
+    torch.testing.assert_close(average.full_tensor(), old.lerp(new, 0.25))
