@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -167,6 +170,35 @@ def test_state_continues_on_another_cut_and_other_owners() -> None:
     steps(other, [twin], [loaded], range(3, 5))
     expected = naive_shampoo(fulls(99)[0], [fulls(seed)[0] for seed in range(5)])
     torch.testing.assert_close(twin.to_local(), shard(expected, *loaded).to_local())  # type: ignore[attr-defined]
+
+
+@ranks(4)
+def test_a_checkpoint_continues_on_another_cut_and_on_fewer_ranks() -> None:
+    everywhere = init_device_mesh("cpu", (4,))
+    saved = (everywhere, [RaggedShard((0,), (5, 1, 0, 6))])
+    param = nn.Parameter(shard(fulls(99)[0], *saved))
+    optimizer = Shampoo([param], **OPTIONS)
+    steps(optimizer, [param], [saved], range(3))
+    folder = broadcast(tempfile.mkdtemp() if dist.get_rank() == 0 else "")
+    dcp.save({"w": param, **optimizer.state[param]}, checkpoint_id=folder)
+
+    loaded = (init_device_mesh("cpu", (2, 2)), [Replicate(), RaggedShard((0,), (1, 2))])
+    twin = nn.Parameter(shard(torch.zeros(12, 10, dtype=torch.float64), *loaded))
+    other = Shampoo([twin], **OPTIONS)
+    steps(other, [twin], [loaded], [0])
+    dcp.load({"w": twin, **other.state[twin]}, checkpoint_id=folder)
+    steps(other, [twin], [loaded], range(3, 5))
+    expected = naive_shampoo(fulls(99)[0], [fulls(seed)[0] for seed in range(5)])
+    torch.testing.assert_close(twin.to_local(), shard(expected, *loaded).to_local())  # type: ignore[attr-defined]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def broadcast(text: str) -> str:
+    box = [text]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
 def test_a_state_dict_keeps_factors_in_float32_under_bfloat16_parameters() -> None:
