@@ -37,6 +37,7 @@ class QuantizedGather:
         self.shapes = [spec.shape for spec in plan.specs]
         tilings = tuple(Tiling(format.block_shape, shape) for shape in self.shapes)
         self.planes = Planes(plan.layout, tilings, format.bits, format.scale_dtype.itemsize)
+        self._scale_indices: dict[int, torch.Tensor] = {}
 
     def start(
         self,
@@ -91,10 +92,18 @@ class QuantizedGather:
             if not math.prod(shape):
                 continue
             span = self.planes.payload_span(i)
-            runs = [buffers.scales[run.begin : run.end] for run in self.planes.scale_spans(i)]
-            scales = runs[0] if len(runs) == 1 else torch.cat(runs)
             payload = buffers.payloads[lane_of[i]][span.begin : span.end]
+            scales = buffers.scales.index_select(0, self._scale_index(i, buffers.scales.device))
             decode_into(self.format, payload, scales, shape, whole.view(i))
+
+    def _scale_index(self, tensor: int, device: torch.device) -> torch.Tensor:
+        """Where the tensor's scales lie in the whole plane; made once, since there is a run for each of many ranks."""
+        index = self._scale_indices.get(tensor)
+        if index is None or index.device != device:
+            runs = [torch.arange(run.begin, run.end, dtype=torch.int32) for run in self.planes.scale_spans(tensor)]
+            with torch.inference_mode(False):
+                index = self._scale_indices[tensor] = torch.cat(runs).to(device)
+        return index
 
 
 class _PlaneBuffers:

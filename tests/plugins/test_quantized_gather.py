@@ -63,6 +63,28 @@ def test_every_rank_gets_what_encoding_and_decoding_the_whole_tensors_gives(name
             assert torch.equal(whole.view(i), expected), fqn
 
 
+@ranks(5)
+def test_96_rows_over_5_ranks_split_no_block_of_32_rows() -> None:
+    """torchtitan's MXFP8 weights needed padding in the gather hook when rows were uneven (torchtitan#4371)."""
+    plan = planned({"w": (96, 64)}, "int8_block", 5)
+    assert all(len(plan.shard_range("w", rank)) % (32 * 64) == 0 for rank in range(5))
+    whole, _ = gathered(plan, "int8_block", torch.float32)
+    format, full = registry().format("int8_block"), values((96, 64)).flatten()
+    assert torch.equal(whole.view(0), decode(format, encode(format, full, (96, 64)), (96, 64), full.numel()))
+
+
+@ranks(4)
+def test_ranks_that_own_nothing_add_nothing_at_every_gather() -> None:
+    """An empty shard used to break the largest magnitude, and scales changed shape (torchtitan#764)."""
+    plan = planned({"w": (2, 64)}, "fp8_block", 4)
+    for _ in range(2):
+        whole, _ = gathered(plan, "fp8_block", torch.float32)
+        format, full = registry().format("fp8_block"), values((2, 64)).flatten()
+        encoded = encode(format, full, (2, 64))
+        assert encoded.scales.shape == (1,)
+        assert torch.equal(whole.view(0), decode(format, encoded, (2, 64), full.numel()))
+
+
 @ranks(3)
 def test_several_lanes_are_gathered_each_in_place() -> None:
     plan = planned({"a": (384, 64), "b": (3, 100, 50), "c": (7, 33)}, "mxfp8", 3, max_lanes=3)

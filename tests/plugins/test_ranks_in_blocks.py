@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from ranks import RankPool, ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.distributed.tensor.debug import CommDebugMode
 
 from ragged_dtensor import RaggedShard, distribute_tensor
@@ -149,6 +150,17 @@ def test_every_rank_refuses_a_parameter_that_is_cut_inside_a_block() -> None:
     message = r"proj.weight: cut after 2560 elements, but blocks \(32, 32\) may be cut every 2048"
     with pytest.raises(VescaleError, match=message):
         AdamW8bit([("proj.weight", param)])
+
+
+@ranks(2)
+def test_state_in_blocks_of_a_plainly_sharded_parameter_is_not_built_and_says_so() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(torch_distribute(torch.ones(64, 64), mesh, [Shard(1)]))
+    with pytest.raises(
+        NotImplementedError, match="w: state in blocks is built for one RaggedShard axis, got placements"
+    ):
+        AdamW8bit([("w", param)])
+    AdamW8bit([("w", param)], state_format=None)
 
 
 @ranks(2)
