@@ -247,8 +247,12 @@ def _columns(call: OpCall) -> list[list[Operand]]:
 
 def _list_results(call: OpCall, specs: Sequence[DTensorSpec], found: Fit) -> Answer:
     if len(call.op._schema.returns) == 1:
-        metas = zip(specs, call.metas, strict=True)
-        return fitted(call, [spec_like(spec, spec.placements, meta) for spec, meta in metas], found)
+        results = [spec_like(spec, spec.placements, meta) for spec, meta in zip(specs, call.metas, strict=True)]
+        answer = fitted(call, results, found)
+        if isinstance(answer, OutputSharding) and not all(operand.dtype.is_floating_point for operand in call.operands):
+            # Torch's cache does not tell [x] * 2 from [x] * 2.5, which have different dtypes for whole numbers.
+            return Local(results, call.op, answer.redistribute_schema)
+        return answer
     if found.redistributed or found.sliced:
         raise refusal(call, "operands are placed differently")
     # A functional fused optimizer (torch.compile makes them) returns its lists of operands, updated.

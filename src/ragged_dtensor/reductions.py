@@ -20,8 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ragged_dtensor import _torch
-from ragged_dtensor._torch import DTensorSpec, OutputSharding, TensorMeta
+from ragged_dtensor._torch import DTensorSpec, TensorMeta
 from ragged_dtensor.along_dim import along_dim
 from ragged_dtensor.contributions import (
     Kind,
@@ -95,8 +94,7 @@ def reduced(call: OpCall) -> Answer:
     partial = kind.partial if math.prod(meta.shape) > 1 else None
     placements = [extent.result_placement(p, partial or Replicate()) for p in call.spec.placements]
     spec = spec_like(call.spec, placements, meta)
-    if partial is not None and _is_the_op_itself(call, extent):
-        return OutputSharding(spec)
+    # Never left to torch's cache, which does not tell x.sum(0) from x.sum(0, dtype=torch.float64).
     axes = () if partial is not None else reduced_axes(call.spec, extent)
     return Local(spec, functools.partial(_compute, kind, extent, call.mesh, axes, meta.dtype))
 
@@ -150,13 +148,6 @@ def _check_partial(call: OpCall) -> None:
     due = [p for p in call.spec.placements if isinstance(p, Partial)]
     if due and not (call.name in ("sum", "mean") and all(p.reduce_op in ("sum", "avg") for p in due)):
         raise refusal(call, "a value that is still to be reduced would go through it before the reduction")
-
-
-def _is_the_op_itself(call: OpCall, extent: Extent) -> bool:
-    """Whether the op on the local tensor is already the local result, so that torch can cache the answer."""
-    if extent.flat != 1 or not _torch.is_hashed_whole(call.op):
-        return False
-    return call.name == "sum" or (call.name == "linalg_vector_norm" and _order(call) > 0)
 
 
 def reduced_axes(spec: DTensorSpec, extent: Extent) -> tuple[int, ...]:

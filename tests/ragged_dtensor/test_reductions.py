@@ -319,3 +319,19 @@ def test_a_grad_scaler_skips_the_step_on_every_rank() -> None:
         assert results[0] == results[1] == (4.0 if broken else 8.0)
         for mine, full in zip(ours, fulls, strict=True):
             torch.testing.assert_close(mine.full_tensor(), full)
+
+
+@ranks(3)
+def test_arguments_that_torch_does_not_hash_still_count() -> None:
+    mesh, full = mesh_of(), torch.randn(6, 4)
+    x, numbers = place(full, mesh, ROWS), place((full * 9).long(), mesh, FLAT)
+    for _ in range(2):
+        assert_same(x.sum(0), full.sum(0))
+        assert_same(x.sum(0, dtype=torch.float64), full.sum(0, dtype=torch.float64))
+        assert_same(torch.linalg.vector_norm(x, 2, 0), torch.linalg.vector_norm(full, 2, 0))
+        for dtype in [torch.float64, None]:
+            assert_same(
+                torch.linalg.vector_norm(x, 2, 0, dtype=dtype), torch.linalg.vector_norm(full, 2, 0, dtype=dtype)
+            )
+        for factor in [2, 2.5]:
+            assert_same(torch._foreach_mul([numbers], factor)[0], (full * 9).long() * factor)
