@@ -125,7 +125,8 @@ class Layout:
             if lane.share % self.unit or lane.share % self.align:
                 raise PlanError(f"share {lane.share} is no multiple of unit {self.unit} and alignment {self.align}")
         placed = sorted((self.lane_of[i], self.starts[i], i) for i, numel in enumerate(numels) if numel > 0)
-        previous_lane, previous_end, previous_name = -1, 0, ""
+        previous_lane, previous_end = -1, 0
+        previous_name: object = ""
         for lane_index, start, i in placed:
             if lane_index != previous_lane:
                 previous_lane, previous_end, previous_name = lane_index, 0, "the start of the buffer"
