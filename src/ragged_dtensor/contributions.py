@@ -108,6 +108,21 @@ def _norm(order: float, dtype: Any, local: torch.Tensor, dims: tuple[int, ...]) 
     return result
 
 
+def local_norms(order: float, locals_: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """The norm of each local tensor in a dtype wide enough to be summed; one fused call for those with elements."""
+    nothing = math.inf if order < 0 else 0.0
+    norms = [local.new_full((), nothing, dtype=_wide(dtype)) for local, dtype in zip(locals_, dtypes, strict=True)]
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, (local, norm) in enumerate(zip(locals_, norms, strict=True)):
+        if local.numel():
+            by_dtype.setdefault(norm.dtype, []).append(index)
+    for dtype, indices in by_dtype.items():
+        found = torch._foreach_norm([locals_[index] for index in indices], order, dtype)
+        for index, norm in zip(indices, found, strict=True):
+            norms[index] = norm
+    return norms
+
+
 def _extreme(is_max: bool, local: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
     """The largest or smallest element, or for none the value that leaves every other one standing."""
     if all(local.shape[dim] for dim in dims):

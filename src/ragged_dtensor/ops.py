@@ -66,7 +66,7 @@ def answer(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info
     found = _remembered(call, rule)
     if isinstance(found, Local):
         return _run_local(call, found)
-    if not _torch.is_hashed_whole(op) and _has_numbers(call):
+    if not call.is_inplace and not _torch.is_hashed_whole(op) and _has_numbers(call):
         return _torch.run(op, args, kwargs, op_info, found)
     return found
 

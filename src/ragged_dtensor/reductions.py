@@ -27,6 +27,7 @@ from ragged_dtensor.contributions import (
     agreed,
     count_kind,
     extreme_kind,
+    local_norms,
     mean_kind,
     norm_kind,
     prod_kind,
@@ -34,7 +35,7 @@ from ragged_dtensor.contributions import (
     truth_kind,
 )
 from ragged_dtensor.elementwise import num_flat_or_none
-from ragged_dtensor.op_call import Answer, Local, OpCall, dtype_of, local_dims, refusal, replicated, spec_like
+from ragged_dtensor.op_call import Answer, Local, OpCall, as_dtype, dtype_of, local_dims, refusal, replicated, spec_like
 from ragged_dtensor.placement import RaggedShard
 
 REDUCTIONS = {
@@ -190,17 +191,33 @@ def reduced_lists(call: OpCall) -> Answer:
     operands = [operand.spec for operand in call.operands]
     if any(isinstance(p, Partial) for spec in operands for p in spec.placements):
         raise refusal(call, "some of the tensors are still to be reduced")
-    kinds = [_list_kind(call, spec) for spec in operands]
+    parts = tuple(
+        _ListPart(_list_kind(call, spec), spec.mesh, reduced_axes(spec, _whole_extent(spec))) for spec in operands
+    )
     specs = [spec_like(spec, replicated(spec.mesh), meta) for spec, meta in zip(operands, call.metas, strict=True)]
     dtypes = tuple(meta.dtype for meta in call.metas)
-    return Local(specs, functools.partial(_compute_list, operands, kinds, dtypes))
+    order = _list_order(call) if call.name == "_foreach_norm" else None
+    return Local(specs, functools.partial(_compute_list, parts, order, dtypes))
+
+
+@dataclass(frozen=True)
+class _ListPart:
+    """How one tensor of a list is reduced: locally, and over which axes of its mesh."""
+
+    kind: Kind
+    mesh: DeviceMesh
+    axes: tuple[int, ...]
 
 
 def _list_kind(call: OpCall, spec: DTensorSpec) -> Kind:
     if call.name == "_foreach_max":
         return extreme_kind(is_max=True)
+    return norm_kind(_list_order(call), dtype_of(spec), call.argument("dtype"))
+
+
+def _list_order(call: OpCall) -> float:
     order = call.argument("ord")
-    return norm_kind(2.0 if order is None else float(order), dtype_of(spec), call.argument("dtype"))
+    return 2.0 if order is None else float(order)
 
 
 def _whole_extent(spec: DTensorSpec) -> Extent:
@@ -208,21 +225,23 @@ def _whole_extent(spec: DTensorSpec) -> Extent:
 
 
 def _compute_list(
-    specs: Sequence[DTensorSpec],
-    kinds: Sequence[Kind],
+    parts: Sequence[_ListPart],
+    order: float | None,
     dtypes: Sequence[torch.dtype],
     locals_: Sequence[torch.Tensor],
     /,
     *args: Any,
     **kwargs: Any,
 ) -> list[torch.Tensor]:
-    results = [kind.local(local, tuple(range(local.ndim))) for kind, local in zip(kinds, locals_, strict=True)]
+    if order is None:
+        results = [part.kind.local(local, tuple(range(local.ndim))) for part, local in zip(parts, locals_, strict=True)]
+    else:
+        results = local_norms(order, locals_, dtypes)
     groups: dict[Any, list[int]] = {}
-    for index, (spec, kind, result) in enumerate(zip(specs, kinds, results, strict=True)):
-        axes = reduced_axes(spec, _whole_extent(spec))
-        groups.setdefault((spec.mesh, axes, kind.agree, result.dtype), []).append(index)
+    for index, (part, result) in enumerate(zip(parts, results, strict=True)):
+        groups.setdefault((part.mesh, part.axes, part.kind.agree, result.dtype), []).append(index)
     for (mesh, axes, how, _), indices in groups.items():
         together = agreed(torch.stack([results[index] for index in indices]), mesh, axes, how)
         for index, value in zip(indices, together.unbind(), strict=True):
             results[index] = value
-    return [result.to(dtype) for result, dtype in zip(results, dtypes, strict=True)]
+    return [as_dtype(result, dtype) for result, dtype in zip(results, dtypes, strict=True)]
