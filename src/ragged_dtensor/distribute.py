@@ -91,8 +91,9 @@ def from_local(
     """A DTensor around this rank's piece, as `DTensor.from_local`; differentiable.
 
     Without `shape`, it is computed from the units: a rank with u units of U and n rows sees n * U / u rows. That needs
-    every rank to own something and `dims` of at most one dim, and is refused everywhere otherwise. `run_check`
-    compares shapes across ranks. With `shape`, `stride` defaults to contiguous, and the local shape is checked.
+    every rank to own something and `dims` of at most one dim, and is refused everywhere otherwise; `Shard(d)` on
+    another axis counts as even, as in torch. `run_check` compares shapes across ranks. With `shape`, `stride` defaults
+    to contiguous, and the local shape is checked.
     """
     mesh = _torch.current_mesh(device_mesh)
     placed = _normalized(placements if placements is not None else [Replicate()] * mesh.ndim, local_tensor.ndim)

@@ -74,6 +74,12 @@ def _other_local_shape(
 
 def _through_replicate(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     """Torch's strided shards and shard orders are read and written by torch alone."""
+    for spec in (current, target):
+        if _torch.has_torch_order(spec) and any(map(_torch.seams.is_ragged, spec.placements)):
+            raise LayoutError(
+                f"{spec.placements}: a ragged placement cannot stand beside torch's strided shards or a shard order of "
+                "its own. Write StridedRaggedShard with a later Shard(0)."
+            )
     middle = DTensorSpec(current.mesh, (Replicate(),) * current.mesh.ndim, tensor_meta=current.tensor_meta)
     return _torch.redistribute(_torch.redistribute(local, current, middle), middle, target)
 

@@ -238,6 +238,8 @@ def test_torch_strided_shards_are_reached_through_torch() -> None:
     fsdp = x.redistribute(placements=[_StridedShard(0, split_factor=2), Shard(0)])
     assert torch.equal(fsdp.full_tensor(), full)
     check(full, fsdp.redistribute(placements=x.placements))
+    with pytest.raises(LayoutError, match="cannot stand beside torch's strided shards"):
+        x.redistribute(placements=[RaggedShard((0,), (1, 1)), _StridedShard(0, split_factor=2)])
 
 
 @ranks(2)
