@@ -103,7 +103,11 @@ NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "DTensor._op_dispatcher.sharding_propagator": (
         DTensor._op_dispatcher.sharding_propagator,
-        ("_propagate_tensor_meta_non_cached", "op_to_schema_info"),
+        (
+            "_propagate_tensor_meta_non_cached",
+            "op_to_schema_info",
+            "op_to_schema_info_for_single_dim_strategy",
+        ),
     ),
     "DTensor": (DTensor, ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")),
 }
@@ -221,12 +225,14 @@ def norm_partial(order: float) -> Placement:
     return _NormPartial(order)
 
 
-def is_hashed_whole(op: Any) -> bool:
-    """Whether torch's cache tells calls of `op` with different numbers apart: only where it has a rule of its own."""
+def first_hashed_argument(op: Any) -> int | None:
+    """The position from which on torch's cache tells calls with different numbers apart; None where it has no rule."""
     propagator = DTensor._op_dispatcher.sharding_propagator
-    # Since torch 2.13 the second table holds the rules of most pointwise ops.
-    tables = (propagator.op_to_schema_info, getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}))
-    return any(op in table for table in tables)
+    # Most pointwise ops are in the second table.
+    for table in (propagator.op_to_schema_info_for_single_dim_strategy, propagator.op_to_schema_info):
+        if op in table:
+            return int(table[op].static_argnum)
+    return None
 
 
 def decompose(op: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:

@@ -66,9 +66,9 @@ def answer(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info
     found = _remembered(call, rule)
     if isinstance(found, Local):
         return _run_local(call, found)
-    if not call.is_inplace and not _torch.is_hashed_whole(op) and _has_numbers(call):
-        return _torch.run(op, args, kwargs, op_info, found)
-    return found
+    if _may_be_cached(call, rule):
+        return found
+    return _torch.run(op, args, kwargs, op_info, found)
 
 
 # Answers that torch does not cache: each costs a run of the op on fake tensors. Bounded, in the order of insertion.
@@ -87,10 +87,17 @@ def _remembered(call: OpCall, rule: Rule) -> Answer:
     return found
 
 
-def _has_numbers(call: OpCall) -> bool:
-    """Whether some argument is not a tensor, and may change the answer."""
-    given = len(call.schema.args_schema) + len(call.schema.kwargs_schema)
-    return given > sum(operand.where[1] is None for operand in call.operands)
+def _may_be_cached(call: OpCall, rule: Rule) -> bool:
+    """Whether torch's cache tells all calls apart whose answers differ: numbers may decide the result's dtype."""
+    tensors = {operand.where[0] for operand in call.operands}
+    numbers = [i for i in range(len(call.schema.args_schema)) if i not in tensors]
+    if call.is_inplace or not (numbers or set(call.schema.kwargs_schema) - tensors):
+        return True
+    hashed = _torch.first_hashed_argument(call.op)
+    if hashed is None:
+        return False
+    is_decided = rule is same_layout or all(operand.dtype.is_floating_point for operand in call.operands)
+    return is_decided or hashed <= min(numbers, default=0)
 
 
 def _run_local(call: OpCall, found: Local) -> Any:
