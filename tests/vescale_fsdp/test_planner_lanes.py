@@ -27,10 +27,10 @@ def test_two_families_of_blocks_need_a_common_multiple_in_one_lane_and_none_in_t
     assert Plan((two,)).explain().endswith("lane 1: 1 parameters, 15 elements per rank")
 
 
-def test_nobody_opens_a_second_lane_for_less_than_a_mebibyte_per_rank() -> None:
-    saved_nbytes = 34 * 4
+def test_nobody_opens_a_second_lane_for_less_than_a_mebibyte_of_the_gathered_group() -> None:
+    saved_nbytes = 64 * 34 * 4  # on each of 64 ranks 34 elements of 4 bytes
     assert len(two_families(1, None).lanes) == 1
-    assert len(two_families((1 << 20) // saved_nbytes - 1, None).lanes) == 1
+    assert len(two_families((1 << 20) // saved_nbytes, None).lanes) == 1
     assert len(two_families((1 << 20) // saved_nbytes + 1, None).lanes) == 2
 
 

@@ -123,6 +123,13 @@ def plan(shapes: Shapes, rows: int, num_ranks: int) -> GroupPlan:
     return plan_group(specs, num_ranks)
 
 
+def test_by_default_lanes_open_for_what_is_gathered_not_for_what_a_rank_keeps() -> None:
+    # A rank of 16,384 keeps 2.0 MiB of the layer in one buffer and 1.4 in two, and gathers 32 GiB or 22.
+    layer = groups_of("deepseek-v3-671b")[2][1]
+    group = plan(layer, 1, 16384)
+    assert (len(group.lanes), group.padding_pct < 2.2) == (2, True)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 16, 128])
 @pytest.mark.parametrize("model", LAYERS)
 def test_other_models_are_planned_by_the_rules_and_close_to_their_bounds(model: str, rows: int) -> None:

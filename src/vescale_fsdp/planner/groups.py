@@ -19,7 +19,8 @@ __all__ = ["MAX_LANES", "lay_out_group", "make_plan", "plan_group"]
 MAX_LANES = 3
 
 MIN_SAVING_BITS = 8 << 20
-"""1 MiB per rank: where nobody asked for more lanes, one more has to save this much, and 0.5 %."""
+"""1 MiB of what every rank holds while the group is gathered: where nobody asked for more lanes, one more has to save
+this much, and 0.5 %."""
 
 
 def make_plan(
@@ -52,7 +53,8 @@ def plan_group(
 
     Shares are multiples of `unit` elements and starts of `align`; both default to 16 bytes in the parameters' dtype:
     pass `alignment(...)` of all dtypes that the layout will ever hold if some are smaller. The fewest lanes within
-    0.5 % of the best are taken, at most `max_lanes` (1 to 3); if None, one more has to save 1 MiB per rank as well.
+    0.5 % of the best are taken, at most `max_lanes` (1 to 3); if None, one more has to save 1 MiB of the gathered
+    group (all shares together) as well.
     """
     _refuse_mixed(name, specs)
     if max_lanes is not None and not 1 <= max_lanes <= MAX_LANES:
@@ -64,7 +66,7 @@ def plan_group(
         alignment([dtype]) if unit is None else unit,
         alignment([dtype]) if align is None else align,
         MAX_LANES if max_lanes is None else max_lanes,
-        MIN_SAVING_BITS // itemsize_bits(dtype) if max_lanes is None else 0,
+        -(-MIN_SAVING_BITS // itemsize_bits(dtype)) if max_lanes is None else 0,
     )
     return GroupPlan(name, tuple(specs), layout)
 
@@ -81,11 +83,14 @@ def _refuse_mixed(name: str, specs: Sequence[ParamSpec]) -> None:
 def lay_out_group(
     tensors: tuple[Tensor, ...], num_ranks: int, unit: int, align: int, max_lanes: int, min_saving: int
 ) -> Layout:
-    """The layout of tensors given by (elements, granularity, row), checked; one more lane must save `min_saving`."""
+    """The layout of tensors given by (elements, granularity, row), checked.
+
+    One more lane must save `min_saving` elements of all shares together.
+    """
     if num_ranks < 1 or unit < 1 or align < 1:
         raise PlanError(f"num_ranks, unit and align are >= 1, got {num_ranks}, {unit} and {align}")
     problem = Problem.reduce(tensors, num_ranks, unit, align)
-    lanes = lay_out_lanes(problem, max_lanes, min_saving // align)
+    lanes = lay_out_lanes(problem, max_lanes, -(-min_saving // (align * num_ranks)))
     lane_of, starts = _by_tensor(tensors, lanes, align)
     lane_plans = tuple(LanePlan(lane.layout.share * align, lane.layout.bound * align) for lane in lanes)
     layout = Layout(num_ranks, unit, align, lane_plans, lane_of, starts, _bound(problem, lanes) * align)
