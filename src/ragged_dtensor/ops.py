@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
+
+import torch.distributed as dist
 
 from ragged_dtensor import _torch
 from ragged_dtensor._torch import OutputSharding
@@ -63,7 +66,7 @@ def answer(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info
         if result is NotImplemented:
             raise refusal(call)
         return result
-    found = _remembered(call, rule)
+    found = _answers.of(call, rule)
     if isinstance(found, Local):
         return _run_local(call, found)
     if _may_be_cached(call, rule):
@@ -71,20 +74,38 @@ def answer(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info
     return _torch.run(op, args, kwargs, op_info, found)
 
 
-# Answers that torch does not cache: each costs a run of the op on fake tensors. Bounded, in the order of insertion.
-_answers: dict[Any, Answer] = {}
-MOST_ANSWERS = 4096
+class Answers:
+    """Answers by what they depend on: each costs a run of the op on fake tensors, and torch does not cache all of them.
+
+    They keep their mesh, and meshes compare equal across process groups that were destroyed and made anew, so that a
+    new default group starts with none. At most `MOST` are kept, the oldest go first.
+    """
+
+    MOST = 4096
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Answer] = {}
+        self._world: Callable[[], object] = lambda: None
+
+    def of(self, call: OpCall, rule: Rule) -> Answer:
+        if _torch.is_tracing() or call.key is None:  # a trace has fake shapes
+            return rule(call)
+        self._forget_other_worlds()
+        found = self._found.get(call.key)
+        if found is None:
+            if len(self._found) >= self.MOST:
+                self._found.pop(next(iter(self._found)))
+            found = self._found[call.key] = rule(call)
+        return found
+
+    def _forget_other_worlds(self) -> None:
+        world = dist.group.WORLD
+        if world is not self._world():
+            self._found.clear()
+            self._world = weakref.ref(world) if world is not None else lambda: None
 
 
-def _remembered(call: OpCall, rule: Rule) -> Answer:
-    if _torch.is_tracing() or call.key is None:  # a trace has fake shapes
-        return rule(call)
-    found = _answers.get(call.key)
-    if found is None:
-        if len(_answers) >= MOST_ANSWERS:
-            _answers.pop(next(iter(_answers)))
-        found = _answers[call.key] = rule(call)
-    return found
+_answers = Answers()
 
 
 def _may_be_cached(call: OpCall, rule: Rule) -> bool:
