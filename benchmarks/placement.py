@@ -4,7 +4,7 @@
 
 Ops run on one process of a fake 8-rank group (and of a 16,384-rank one), cases interleaved, medians of many rounds.
 Movements run on 2 gloo ranks, 16 MiB and more per tensor, interleaved with the bare collective of as many bytes; the
-best of many rounds counts, which a busy machine disturbs least. Each line: ours, the other, ratio.
+lower quartile of many rounds counts, which a busy machine disturbs least. Each line: ours, the other, ratio.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ def interleaved(
                 case()
             times[name].append((time.perf_counter() - start) / calls)
     return {name: pick(values) for name, values in times.items()}
+
+
+def lower_quartile(values: list[float]) -> float:
+    return statistics.quantiles(values, n=4)[0]
 
 
 # --- ops
