@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
@@ -110,6 +112,26 @@ def test_accumulation_over_micro_batches_is_one_step() -> None:
         fully_shard(layer)
     train(module, muon(module), share(), micro_batches=2)
     check(module, muon)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["muon", "shampoo"])
+def test_state_dicts_of_torchs_checkpoint_api_continue_training(name: str) -> None:
+    make: Callable[[nn.Module], torch.optim.Optimizer] = {"muon": muon, "shampoo": shampoo}[name]
+    modules = [model(), model()]
+    for module in modules:
+        for layer in module:
+            layer.unused.requires_grad_(False)  # torch's API asks for state of all that could have some
+            fully_shard(layer)
+    optimizers = [make(module) for module in modules]
+    train(modules[0], optimizers[0], share())
+    modules[1].load_state_dict(modules[0].state_dict())
+    state = copy.deepcopy(get_optimizer_state_dict(modules[0], optimizers[0]))
+    set_optimizer_state_dict(modules[1], optimizers[1], state)
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        train(module, optimizer, share())
+    for one, other in zip(*(module.parameters() for module in modules), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())  # type: ignore[attr-defined]
 
 
 @ranks(2)
