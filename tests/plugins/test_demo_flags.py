@@ -40,6 +40,7 @@ def test_after_200_steps_8_bit_adamw_is_within_1_percent_of_adamw() -> None:
     assert abs(last(near) - last(exact)) < 0.01 * last(exact)
 
 
+@pytest.mark.exhaustive
 @ranks(2)
 def test_training_through_fp8_follows_bfloat16_and_mxfp4_trains() -> None:
     exact, near, coarse = (run(dtype=Dtype.BF16, gather_format=name) for name in (None, "fp8_block", "mxfp4"))
