@@ -38,9 +38,13 @@ def dive(problem: Problem, share_class: ShareClass, preference: Sequence[int], s
             if kind.numel <= rest:
                 best, best_start, count = i, position, min(left[i], rest // kind.numel)
                 break
-            start = start_of_cut(position, rest, kind.numel, kind.granularity, spans_ranks[i], share)
-            if start < 0:
-                return None
+            head = rest - rest % kind.granularity
+            if spans_ranks[i] or (head and kind.numel - head <= share):  # most cuts, without a call
+                start = position + rest - head
+            else:
+                start = start_of_cut(position, rest, kind.numel, kind.granularity, spans_ranks[i], share)
+                if start < 0:
+                    return None
             if best < 0 or start < best_start:
                 best, best_start = i, start
                 if start == position:

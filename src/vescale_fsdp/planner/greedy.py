@@ -42,11 +42,19 @@ def end_of_run(position: int, kind: Kind, count: int, spans_ranks: bool, share: 
         if spans_ranks and numel % granularity == 0 and position % granularity == 0:
             return position + count * numel  # every start is a multiple of the block, and so is every boundary
         position += fitting * numel
-        start = start_of_cut(position, share - position % share, numel, granularity, spans_ranks, share)
-        if start < 0:
-            return NOWHERE
-        position = start + numel
-        count -= fitting + 1
+        rest -= fitting * numel
+        count -= fitting
+        if not rest:
+            continue
+        head = rest - rest % granularity
+        if spans_ranks or (head and numel - head <= share):  # most cuts, without a call
+            position += rest - head + numel
+        else:
+            start = start_of_cut(position, rest, numel, granularity, spans_ranks, share)
+            if start < 0:
+                return NOWHERE
+            position = start + numel
+        count -= 1
         if not count:
             return position if position <= limit else NOWHERE
     return NOWHERE
