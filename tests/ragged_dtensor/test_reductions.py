@@ -71,7 +71,7 @@ WHOLE: list[Reduce] = [
 ]
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_reductions_of_everything_are_the_same_number_on_every_rank() -> None:
     mesh = mesh_of()
     for cut in CUTS:
@@ -84,7 +84,7 @@ def test_reductions_of_everything_are_the_same_number_on_every_rank() -> None:
             torch.testing.assert_close(x.sum().item(), full.sum().item())
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_means_weigh_every_element_alike() -> None:
     full = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     x = place(full, mesh_of(), RaggedShard((0, 1), (1, 0, 11)))
@@ -92,7 +92,7 @@ def test_means_weigh_every_element_alike() -> None:
     assert place(full[:1], mesh_of(), RaggedShard((0,), (0, 0, 1))).mean().item() == 1.5
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_nan_on_one_rank_is_nan_on_all() -> None:
     mesh = mesh_of()
     for index, cut in itertools.product([0, 11, 23], CUTS):
@@ -111,7 +111,7 @@ def test_nan_on_one_rank_is_nan_on_all() -> None:
         assert torch._foreach_norm([x], math.inf)[0].isnan().item()
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_other_dtypes_reduce_as_unsharded_tensors_do() -> None:
     mesh, numbers = mesh_of(), torch.randint(-5, 5, (6, 4))
     for cut in CUTS:
@@ -126,7 +126,7 @@ def test_other_dtypes_reduce_as_unsharded_tensors_do() -> None:
                 assert_same(reduce(x), reduce(full))
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_float16_norms_do_not_overflow_between_ranks() -> None:
     x = place(torch.full((6, 4), 200.0, dtype=torch.float16), mesh_of(), ROWS)
     assert abs(x.norm().item() - 200 * math.sqrt(24)) < 1
@@ -147,7 +147,7 @@ BY_DIM: list[Callable[..., torch.Tensor]] = [
 ]
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_reductions_by_dim_take_all_cut_dims_or_none() -> None:
     mesh, full = mesh_of(), torch.randn(6, 4, 2)
     pair = RaggedShard((0, 1), (5, 0, 7))
@@ -198,7 +198,7 @@ def test_values_still_to_be_reduced_may_be_summed_but_not_measured() -> None:
             reduce(x)
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_equal_and_allclose_ask_every_rank() -> None:
     mesh, full = mesh_of(), torch.randn(6, 4)
     for cut, index in itertools.product(CUTS, [0, 23]):
@@ -217,7 +217,7 @@ def test_equal_and_allclose_ask_every_rank() -> None:
         torch.equal(place(full, mesh, ROWS), place(full, mesh, FLAT))
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_ops_along_a_dim_that_is_not_cut_stay_on_their_rank() -> None:
     mesh, full = mesh_of(), torch.randn(6, 4, 2)
     ops: list[Callable[[torch.Tensor, int], torch.Tensor]] = [
@@ -264,7 +264,7 @@ def gradients(mesh: DeviceMesh) -> tuple[list[nn.Parameter], list[nn.Parameter]]
     return ours, fulls
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_clipping_matches_the_unsharded_norm_for_any_order_and_mix() -> None:
     for order, foreach in itertools.product([1, 2, 3, math.inf], [True, False]):
         ours, fulls = gradients(mesh_of())
@@ -280,7 +280,7 @@ def test_clipping_matches_the_unsharded_norm_for_any_order_and_mix() -> None:
     assert all(p.grad.abs().max().item() <= 0.1 + 1e-6 for p in ours)
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_norms_of_a_list_take_one_collective() -> None:
     mesh = mesh_of()
     xs = [place(torch.randn(6, 4), mesh, cut) for cut in CUTS * 3]
@@ -290,7 +290,7 @@ def test_norms_of_a_list_take_one_collective() -> None:
         assert comms.get_total_counts() == 1
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_a_nonfinite_norm_raises_on_every_rank_before_any_gradient_changes() -> None:
     ours, _ = gradients(mesh_of())
     ours[1].grad.to_local()[:1] = math.inf if dist.get_rank() == 0 else 1.0
@@ -300,7 +300,7 @@ def test_a_nonfinite_norm_raises_on_every_rank_before_any_gradient_changes() -> 
     assert all(torch.equal(p.grad.to_local(), old) for p, old in zip(ours, before, strict=True))
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_a_grad_scaler_skips_the_step_on_every_rank() -> None:
     for broken in [False, True]:
         ours, fulls = gradients(mesh_of())
@@ -321,7 +321,7 @@ def test_a_grad_scaler_skips_the_step_on_every_rank() -> None:
             torch.testing.assert_close(mine.full_tensor(), full)
 
 
-@ranks(3)
+@ranks(3, timeout_s=300)
 def test_arguments_that_torch_does_not_hash_still_count() -> None:
     mesh, full = mesh_of(), torch.randn(6, 4)
     x, numbers = place(full, mesh, ROWS), place((full * 9).long(), mesh, FLAT)
