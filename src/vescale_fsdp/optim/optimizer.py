@@ -148,6 +148,12 @@ class MatrixOptimizer(Optimizer):
                 adamw_step(group["params"], self.state, group)
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, in one order on all ranks: owners make state before others, and gathers go by the order."""
+        found = super().state_dict()
+        found["state"] = {number: dict(sorted(found["state"][number].items())) for number in sorted(found["state"])}
+        return found
+
     def borrowed(self) -> tuple[Borrowed, ...]:
         """The parameters whose matrices are lent, by mesh; prepared once, and again when parameters change."""
         entries = [
