@@ -5,7 +5,7 @@ Reading order; a file imports only what stands before it:
     errors _torch policy packing tiling block_format hookspecs constraints plugins spec layout planes plan
     planner testing shapes wishes model_plan advisor picture mesh preflight managed guards buffer streams
     traffic transfer quantized shards extensions kept gradients reduction group extension_group grouping nested
-    state module forward_method comm_context fully_shard grad_clip optim report demo cli
+    state module forward_method comm_context fully_shard grad_clip optim checkpoint report demo cli
 
 Importing changes nothing in torch.
 """
@@ -13,6 +13,7 @@ Importing changes nothing in torch.
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 from .block_format import BlockFormat
+from .checkpoint import CheckpointError, load, save
 from .comm_context import share_comm_ctx
 from .errors import VescaleError
 from .forward_method import register_fsdp_forward_method
@@ -26,6 +27,7 @@ from .report import explain, report, traffic
 __all__ = [
     "BlockFormat",
     "CPUOffloadPolicy",
+    "CheckpointError",
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
@@ -37,8 +39,10 @@ __all__ = [
     "explain",
     "fully_shard",
     "hookimpl",
+    "load",
     "register_fsdp_forward_method",
     "report",
+    "save",
     "share_comm_ctx",
     "traffic",
 ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import nn
 from . import _torch
 from .buffer import DBuffer
 from .extensions import ExtensionGather
-from .group import ParamGroup, take_gradient_of
+from .group import ParamGroup
 from .managed import ManagedParam, mark_managed
 from .shards import Shards
 
@@ -78,13 +76,11 @@ class ExtensionGroup(ParamGroup):
             self._pending = None
 
     def _as_parameters(self, tensors: list[torch.Tensor]) -> list[nn.Parameter]:
-        group, params = weakref.ref[ParamGroup](self), []
+        params = []
         with torch.inference_mode(False), torch.no_grad():
             for i, (tensor, sharded) in enumerate(zip(tensors, self.shards.params, strict=True)):
-                param = nn.Parameter(tensor, requires_grad=True)
+                param = nn.Parameter(tensor, requires_grad=sharded.requires_grad)
                 mark_managed(param, self.fqns[i])
-                _torch.on_gradient(param, partial(take_gradient_of, group, i))
-                param.requires_grad_(sharded.requires_grad)
                 params.append(param)
         return params
 

@@ -1,4 +1,4 @@
-"""One group's unsharded gradients: each written once, straight into the input of the reduction."""
+"""One group's unsharded gradients on their way into the input of the reduction: each element is written there once."""
 
 from __future__ import annotations
 
@@ -6,123 +6,76 @@ from collections.abc import Sequence
 
 import torch
 
+from . import _torch
 from .buffer import DBuffer
 from .layout import Layout
 
-__all__ = ["Gradients", "OwnGradients"]
+__all__ = ["Gradients"]
 
 
 class Gradients:
-    """Where autograd's gradients go as soon as they exist, so that they are freed one by one.
+    """The input of one group's reduction, in the dtype of the reduction; it exists from collecting to reducing.
 
-    `whole` has the dtype of the reduction. Gradients held over several backward passes without communication are summed
-    in a buffer as wide as the wider of gradient and reduction: sums do not lose what the wire would.
+    Gradients stay where autograd put them until the whole group's exist: by then the gathered parameters are freed, so
+    that at most two of parameters, gradients and reduction input are alive at a time.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        shapes: Sequence[torch.Size],
-        *,
-        dtype: torch.dtype,
-        reduce_dtype: torch.dtype,
-        device: torch.device,
+        self, layout: Layout, shapes: Sequence[torch.Size], *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._layout = layout
-        self._shapes = tuple(shapes)
-        self._device = device
-        self.whole, self._slots = self._new_buffer(reduce_dtype)
-        self._held: DBuffer | None = None
-        self._wide = torch.promote_types(dtype, reduce_dtype)
-        self._target, self._target_slots = self.whole, self._slots
-        self.filled = [False] * len(self._shapes)
+        numels = [shape.numel() for shape in shapes]
+        self.whole = DBuffer.whole(layout, numels, dtype=dtype, device=device)
+        self._slots = [self.whole.view(i).view(shape) for i, shape in enumerate(shapes)]
+        self.filled = [False] * len(self._slots)
+        self.whole.free()
 
-    def take(self, index: int, param: torch.Tensor, *, hold: bool) -> int:
-        """Move `param.grad` into its place and return the bytes written.
+    def collect(self, params: Sequence[torch.Tensor]) -> int:
+        """Move every `param.grad` into its place, or add it to what is held there; returns the bytes written."""
+        slots, grads, written = [], [], 0
+        for i, param in enumerate(params):
+            grad = param.grad
+            if grad is None:
+                continue
+            self.whole.alloc()
+            slot = self._slots[i]
+            if self.filled[i]:
+                slot.add_(grad)
+            else:
+                slots.append(slot)
+                grads.append(grad)
+                self.filled[i] = True
+            written += slot.numel() * slot.itemsize
+        if slots:
+            _torch.foreach_copy_(slots, grads)
+        for param in params:
+            param.grad = None
+        return written
 
-        `hold` says that the next reduction comes after a later backward pass.
+    def hold(self, params: Sequence[torch.Tensor]) -> int:
+        """Keep gradients for a later backward pass to add to, summed in the wider of their dtype and the reduction's.
+
+        Where their own is as wide, autograd goes on adding to them where they are.
         """
-        grad = param.grad
-        assert grad is not None
-        if hold and self._wide != self._target.dtype:
-            self._widen()
-        self._target.alloc()
-        slot = self._target_slots[index]
-        if self.filled[index]:
-            slot.add_(grad)
-        else:
-            slot.copy_(grad)
-            self.filled[index] = True
-        param.grad = None
-        return slot.numel() * slot.itemsize
+        narrow = [
+            param
+            for param in params
+            if param.grad is not None and torch.promote_types(param.grad.dtype, self.whole.dtype) != param.grad.dtype
+        ]
+        return self.collect(params) if narrow else 0
 
     def seal(self) -> list[int]:
         """Make `whole` ready to be reduced: zeros where nothing came. Returns the tensors that had a gradient."""
-        self._target.alloc()
-        self._target.zero_gaps()
-        for slot, filled in zip(self._target_slots, self.filled, strict=True):
+        self.whole.alloc()
+        self.whole.zero_gaps()
+        for slot, filled in zip(self._slots, self.filled, strict=True):
             if not filled:
                 slot.zero_()
-        if self._held is not None:
-            self.whole.alloc()
-            self.whole.flat.copy_(self._held.flat)
-            self._forget_held()
         return [i for i, filled in enumerate(self.filled) if filled]
 
     def forget(self) -> None:
-        """Nothing has been taken; `whole` stays until it is freed."""
-        self._forget_held()
-        self.filled = [False] * len(self._shapes)
-
-    def clear(self) -> None:
-        """Forget every gradient and free the memory."""
-        self.forget()
-        self.whole.free()
+        """Nothing has been collected; `whole` stays until it is freed."""
+        self.filled = [False] * len(self._slots)
 
     @property
     def any(self) -> bool:
         return True in self.filled
-
-    def _widen(self) -> None:
-        """From now on sum in the wider dtype."""
-        self._held, slots = self._new_buffer(self._wide)
-        if self.any:
-            self._held.flat.copy_(self._target.flat)
-        self._target.free()
-        self._target, self._target_slots = self._held, slots
-
-    def _forget_held(self) -> None:
-        self._held = None
-        self._target, self._target_slots = self.whole, self._slots
-
-    def _new_buffer(self, dtype: torch.dtype) -> tuple[DBuffer, list[torch.Tensor]]:
-        numels = [shape.numel() for shape in self._shapes]
-        buffer = DBuffer.whole(self._layout, numels, dtype=dtype, device=self._device)
-        return buffer, [buffer.view(i).view(shape) for i, shape in enumerate(self._shapes)]
-
-
-class OwnGradients:
-    """The gradients of a group that no other rank shares: autograd's own tensors, neither copied nor reduced."""
-
-    def __init__(self, num_tensors: int) -> None:
-        self._grads: list[torch.Tensor | None] = [None] * num_tensors
-
-    def take(self, index: int, param: torch.Tensor, *, hold: bool) -> int:
-        """Keep `param.grad` itself; nothing is written."""
-        grad = param.grad
-        held = self._grads[index]
-        self._grads[index] = grad if held is None or grad is None else held.add_(grad)
-        param.grad = None
-        return 0
-
-    def pop(self) -> list[torch.Tensor | None]:
-        """The gradients, by parameter; forgets them."""
-        grads, self._grads = self._grads, [None] * len(self._grads)
-        return grads
-
-    def clear(self) -> None:
-        self.pop()
-
-    @property
-    def any(self) -> bool:
-        return any(grad is not None for grad in self._grads)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from . import _torch
 from .block_format import BlockFormat
 from .buffer import DBuffer
 from .guards import Trap
@@ -28,7 +25,7 @@ from .streams import Streams
 from .traffic import Traffic
 from .transfer import AllGather, Gathering, gather
 
-__all__ = ["ParamGroup", "Phase", "take_gradient_of"]
+__all__ = ["ParamGroup", "Phase"]
 
 
 class Phase(Enum):
@@ -143,11 +140,18 @@ class ParamGroup:
             self.compute_dtype,
             self.device,
         ):
-            self._whole = None
-            self._unsharded = []
+            self._forget_unsharded()
             self.reduction.reset()
         elif self.views_shard:
-            self._unsharded = []
+            self._forget_unsharded()
+
+    def _forget_unsharded(self) -> None:
+        if any(param.grad is not None for param in self._unsharded):
+            raise RuntimeError(
+                f"{self.fqns}: gradients are held without synchronisation; reduce them before this change"
+            )
+        self._whole = None
+        self._unsharded = []
 
     def _follow_state_dicts(self) -> None:
         """State dicts hold, and load into, the sharded parameters."""
@@ -245,44 +249,37 @@ class ParamGroup:
     def _make_unsharded(self) -> list[nn.Parameter]:
         """Plain parameters that view the gathered buffer; made once, since autograd keeps references to them."""
         buffer = self.shards.buffer if self.views_shard else self._whole_buffer()
-        group = weakref.ref(self)
         unsharded = []
         with torch.inference_mode(False), torch.no_grad():
             for i, sharded in enumerate(self.shards.params):
                 view = buffer.view(i).view(sharded.shape)
                 param = nn.Parameter(view, requires_grad=sharded.requires_grad)
                 mark_managed(param, self.fqns[i])
-                if param.dtype.is_floating_point or param.dtype.is_complex:
-                    trainable, param.requires_grad = param.requires_grad, True
-                    _torch.on_gradient(param, partial(take_gradient_of, group, i))
-                    param.requires_grad = trainable
                 unsharded.append(param)
         return unsharded
-
-    def take_gradient(self, index: int, param: torch.Tensor) -> None:
-        if not self.reduction.is_started:
-            self._start_reduction()
-        self.reduction.take(index, param, self.streams, self.traffic)
-
-    def _start_reduction(self) -> None:
-        dtype = self.compute_dtype
-        reduce_dtype = self.mp_policy.reduce_dtype or dtype
-        self.reduction.start(dtype, reduce_dtype, self.device, alone=self.views_shard)
 
     def post_backward(self) -> None:
         """Free the parameters and reduce what gradients came; nothing to do if neither happened."""
         self.phase = Phase.POST_BACKWARD
         if self.reshard_after_backward:
             self.reshard()
-        if self.reduction.includes_unused:
-            self._start_reduction()
-        if self.reduction.is_due:
-            with torch.profiler.record_function(f"vescale::reduce ({self.name})"):
-                try:
-                    self.reduction.run(self.streams, self.traffic)
-                except RuntimeError as error:
-                    error.add_note(self._note("reducing"))
-                    raise
+        if not self.reduction.is_due(self._unsharded):
+            return
+        self._start_reduction()
+        if not self.reduction.is_on:
+            self.reduction.hold(self._unsharded, self.streams, self.traffic)
+            return
+        with torch.profiler.record_function(f"vescale::reduce ({self.name})"):
+            try:
+                self.reduction.run(self._unsharded, self.streams, self.traffic)
+            except RuntimeError as error:
+                error.add_note(self._note("reducing"))
+                raise
+
+    def _start_reduction(self) -> None:
+        dtype = self.mp_policy.reduce_dtype or self.compute_dtype
+        alone = self.views_shard and dtype == self.compute_dtype
+        self.reduction.start(dtype, self.device, alone=alone)
 
     def _note(self, doing: str) -> str:
         """What a collective's own error lacks."""
@@ -304,6 +301,8 @@ class ParamGroup:
             self._end_gathering()
             self._free_whole()
         self.to_sharded()
+        for param in self._unsharded:
+            param.grad = None
         self.reduction.discard()
         self.phase = Phase.IDLE
 
@@ -344,9 +343,3 @@ class _Owners:
 
 
 _TRAP = "vescale_fsdp.Trap"
-
-
-def take_gradient_of(group: weakref.ref[ParamGroup], index: int, param: torch.Tensor) -> None:
-    owner = group()
-    assert owner is not None
-    owner.take_gradient(index, param)

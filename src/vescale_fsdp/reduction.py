@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from . import _torch
 from .buffer import DBuffer
-from .gradients import Gradients, OwnGradients
+from .gradients import Gradients
 from .mesh import DataMesh
 from .shards import Shards
 from .streams import Streams
@@ -21,12 +21,13 @@ __all__ = ["Reduction"]
 
 
 class Reduction:
-    """Takes gradients as they appear, sums them over ranks, and delivers them; the settings are the user's."""
+    """Takes autograd's gradients, sums them over ranks, and delivers them; the settings are the user's."""
 
     def __init__(self, shards: Shards, mesh: DataMesh) -> None:
         self._shards = shards
         self._mesh = mesh
-        self._gradients: Gradients | OwnGradients | None = None
+        self._gradients: Gradients | None = None
+        self._is_started = False
         self._partial: DBuffer | None = None
         """HSDP: what has been reduced within the replica but not yet over replicas."""
         self._delivered: set[int] = set()
@@ -44,46 +45,44 @@ class Reduction:
         self.hook: Callable[[torch.Tensor], None] | None = None
         self.hook_stream: Any = None
 
-    def start(self, dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device, *, alone: bool) -> None:
-        """Get ready for gradients of `dtype`; `alone`: the unsharded parameters are the shard itself."""
-        if self._gradients is not None:
+    def start(self, dtype: torch.dtype, device: torch.device, *, alone: bool) -> None:
+        """Get ready to reduce in `dtype`; `alone`: the unsharded parameters are the shard itself, and nothing moves."""
+        if self._is_started:
             return
-        shapes = [param.shape for param in self._shards.params]
-        if alone and dtype == reduce_dtype and self._mesh.num_replicas == 1 and self.hook is None:
-            self._gradients = OwnGradients(len(shapes))
-        else:
-            layout = self._shards.layout
-            self._gradients = Gradients(layout, shapes, dtype=dtype, reduce_dtype=reduce_dtype, device=device)
+        self._is_started = True
+        if not alone or self._mesh.num_replicas > 1 or self.hook is not None:
+            shapes = [param.shape for param in self._shards.params]
+            self._gradients = Gradients(self._shards.layout, shapes, dtype=dtype, device=device)
+
+    def is_due(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether a reduction of the gradients of `params`, the unsharded parameters, has to happen now."""
+        held = self._gradients is not None and self._gradients.any
+        return held or any(param.grad is not None for param in params) or self._shards_unused
 
     @property
-    def is_started(self) -> bool:
-        return self._gradients is not None
-
-    def take(self, index: int, param: torch.Tensor, streams: Streams, traffic: Traffic) -> None:
-        assert self._gradients is not None
-        if self._is_running:
-            streams.settle()  # the module is used twice in one backward: its buffer still feeds the first reduction
-            self._is_running = False
-        traffic.copied_bytes += self._gradients.take(index, param, hold=not self.is_on)
-
-    @property
-    def is_due(self) -> bool:
-        if not self.is_on or self._gradients is None:
-            return False
-        return self._gradients.any or (self.includes_unused and self._shards.is_trainable)
+    def _shards_unused(self) -> bool:
+        return self.includes_unused and self._shards.is_trainable
 
     @property
     def holds_memory(self) -> bool:
         return self._gradients is not None and self._gradients.any
 
     @torch.no_grad()
-    def run(self, streams: Streams, traffic: Traffic) -> None:
-        """Reduce what has been taken and make it the parameters' gradients."""
+    def hold(self, params: Sequence[torch.Tensor], streams: Streams, traffic: Traffic) -> None:
+        """Keep the gradients for a later reduction."""
+        if self._gradients is not None:
+            self._settle(streams)
+            traffic.copied_bytes += self._gradients.hold(params)
+
+    @torch.no_grad()
+    def run(self, params: Sequence[torch.Tensor], streams: Streams, traffic: Traffic) -> None:
+        """Reduce the gradients of the unsharded `params` and make them those of the sharded ones."""
         gradients = self._gradients
-        if isinstance(gradients, OwnGradients):
-            self._deliver_own(gradients)
+        if gradients is None:
+            self._deliver_own(params)
             return
-        assert gradients is not None
+        self._settle(streams)
+        traffic.copied_bytes += gradients.collect(params)
         filled = gradients.seal()
         division = Division.choose(self._mesh, gradients.whole.dtype, factor=self.divide_factor, sum_only=self.sum_only)
         with streams.reducing():
@@ -101,6 +100,12 @@ class Reduction:
                 self._deliver(self._stored(reduced), filled)
         self._is_running = True
         streams.reduced(gradients.whole.free)
+
+    def _settle(self, streams: Streams) -> None:
+        """Before the buffer is written: a module used twice in one backward may still be reducing from it."""
+        if self._is_running:
+            streams.settle()
+            self._is_running = False
 
     def _sum_over_replicas(self, reduced: DBuffer, division: Division, traffic: Traffic) -> bool:
         """Whether `reduced` is complete; without the all-reduce it is kept for the next reduction."""
@@ -144,8 +149,10 @@ class Reduction:
             if i in with_gradient or self.includes_unused or local.any():
                 self._deliver_one(i, local)
 
-    def _deliver_own(self, gradients: OwnGradients) -> None:
-        for i, (param, grad) in enumerate(zip(self._shards.params, gradients.pop(), strict=True)):
+    def _deliver_own(self, params: Sequence[torch.Tensor]) -> None:
+        """Autograd's own tensors become the gradients: one rank needs neither copy nor reduction."""
+        for i, (param, unsharded) in enumerate(zip(self._shards.params, params, strict=True)):
+            grad, unsharded.grad = unsharded.grad, None
             if grad is None and self.includes_unused and param.requires_grad:
                 grad = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
             if grad is not None:
@@ -177,11 +184,12 @@ class Reduction:
             self._shards.params[index].grad = None
         self._partial = None
         self.finish()
-        if self._gradients is not None:
-            self._gradients.clear()
+        self._gradients = None
+        self._is_started = False
 
     def reset(self) -> None:
         """The dtype, device or owner of the gradients changes: allocate anew when the next one comes."""
-        if self._gradients is not None and self._gradients.any:
+        if self.holds_memory:
             raise RuntimeError("gradients are held without synchronisation; reduce or discard them before this change")
         self._gradients = None
+        self._is_started = False
