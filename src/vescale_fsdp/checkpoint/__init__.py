@@ -1,0 +1,12 @@
+"""Checkpoints that outlive the layout that wrote them: save and load with checks, safetensors, moves between engines.
+
+torch.distributed.checkpoint works on our models as it is; this package adds what it leaves open.
+
+Reading order: errors, manifest, files, contents, saving, loading.
+"""
+
+from .errors import CheckpointError
+from .loading import load
+from .saving import save
+
+__all__ = ["CheckpointError", "load", "save"]

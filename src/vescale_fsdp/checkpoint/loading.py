@@ -1,0 +1,84 @@
+"""load: look at everything that could be wrong with a checkpoint, and only then change the model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from .contents import check_fit, drop_unsaved_slots, fresh_slots, state_of
+from .errors import CheckpointError, on_rank_0, together
+from .files import check_bytes, check_sizes
+from .manifest import Manifest
+
+__all__ = ["load"]
+
+
+def load(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    verify: bool = False,
+) -> dict[str, Any]:
+    """Load what `save` wrote, at any world size and plan; every rank calls it. Returns `extra`.
+
+    The optimizer may be fresh. Values go straight into the shards: nothing is gathered.
+
+    verify: read every file first and compare checksums, so that silent corruption is found.
+
+    Raises CheckpointError, on all ranks alike, before anything changes: no checkpoint, a newer format, missing or
+    truncated files, wrong checksums, names that are missing or too many, other shapes.
+    """
+    path = Path(folder)
+    manifest = on_rank_0(lambda: _checked(path))
+    if verify:
+        together(lambda: check_bytes(path / manifest.data, _my_share(manifest)))
+    reader = dcp.FileSystemReader(path / manifest.data)
+    with fresh_slots(optimizer):
+        state = state_of(model, optimizer)
+        together(lambda: _fit(state, reader, manifest))
+        try:
+            dcp.load(state, storage_reader=reader)
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"{path}: cannot be read; parameters may have changed. {error}") from error
+        set_model_state_dict(model, _with_aliases(model, state["model"]))
+        if optimizer is not None:
+            options = StateDictOptions(strict=False)  # parameters without slots are not missing
+            set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    return dict(manifest.extra)
+
+
+def _checked(folder: Path) -> Manifest:
+    manifest = Manifest.read(folder)
+    check_sizes(folder, manifest)
+    return manifest
+
+
+def _fit(state: dict[str, Any], reader: dcp.FileSystemReader, manifest: Manifest) -> None:
+    metadata = reader.read_metadata()
+    drop_unsaved_slots(state, metadata)
+    check_fit(state, metadata, manifest.aliases)
+
+
+def _my_share(manifest: Manifest) -> dict[str, Any]:
+    """The files that this rank verifies."""
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return dict(sorted(manifest.files.items())[rank::num_ranks])
+
+
+def _with_aliases(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
+    first = {id(param): fqn for fqn, param in model.named_parameters()}
+    params = model.named_parameters(remove_duplicate=False)
+    tied = {fqn: values[first[id(param)]] for fqn, param in params if fqn not in values}
+    return values | tied

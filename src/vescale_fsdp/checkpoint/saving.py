@@ -1,0 +1,60 @@
+"""save: write a checkpoint aside, then publish it, so that at any moment a complete one can be loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from .contents import aliases_of, state_of
+from .errors import CheckpointError, on_rank_0, together
+from .files import CheckedWriter
+from .manifest import Manifest, next_data, publish
+
+__all__ = ["save"]
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Save the model, and its optimizer, to `folder`; every rank calls it, and the folder is one that all see.
+
+    A save that is interrupted at any point leaves the previous checkpoint in `folder` as it was; one that returns has
+    replaced it on disk. Until then both take space. What is written is what torch.distributed.checkpoint writes, so any
+    world size, plan or engine reads it. Data is written without collectives. Tied parameters are written once.
+
+    extra: JSON values, such as the number of steps; `load` returns them. Rank 0's count.
+
+    Raises CheckpointError on all ranks if any could not write.
+    """
+    path = Path(folder)
+    values = dict(extra or {})
+    data = on_rank_0(lambda: _prepare(path, values))
+    writer = CheckedWriter(path / data)
+    try:
+        dcp.save(state_of(model, optimizer), storage_writer=writer)
+    except dcp.CheckpointException as error:
+        raise CheckpointError(f"{path}: not saved, what was there is as it was. {error}") from error
+    facts = {name: each for part in together(lambda: writer.facts) for name, each in part.items()}
+    on_rank_0(lambda: publish(path, Manifest(data, facts, aliases_of(model), values)))
+
+
+def _prepare(folder: Path, extra: Mapping[str, Any]) -> str:
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"extra: expected values that JSON can hold: {error}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    data = next_data(folder)
+    (folder / data).mkdir()
+    return data
