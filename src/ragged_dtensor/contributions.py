@@ -117,7 +117,7 @@ def local_norms(order: float, locals_: Sequence[torch.Tensor], dtypes: Sequence[
         if local.numel():
             by_dtype.setdefault(norm.dtype, []).append(index)
     for dtype, indices in by_dtype.items():
-        found = torch._foreach_norm([locals_[index] for index in indices], order, dtype)
+        found = _torch.norms([locals_[index] for index in indices], order, dtype)
         for index, norm in zip(indices, found, strict=True):
             norms[index] = norm
     return norms
