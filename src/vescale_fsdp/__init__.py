@@ -4,8 +4,9 @@ Reading order; a file imports only what stands before it:
 
     errors _torch policy packing tiling block_format hookspecs constraints plugins spec layout planes plan
     planner testing shapes wishes model_plan advisor picture mesh preflight managed guards buffer streams
-    traffic transfer quantized shards extensions kept gradients reduction group extension_group grouping nested
-    state module forward_method comm_context fully_shard grad_clip optim checkpoint report demo cli
+    traffic transfer quantized shards extensions kept gradients reduction full_values group extension_group
+    grouping nested state module forward_method comm_context fully_shard grad_clip optim checkpoint report demo
+    cli
 
 Importing changes nothing in torch.
 """

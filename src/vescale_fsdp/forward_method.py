@@ -29,6 +29,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         state = self._get_fsdp_state()
         assert isinstance(self, nn.Module)
         args, kwargs = state.before_forward(self, args, kwargs)
-        return state.after_forward(self, args, method(*args, **kwargs))
+        try:
+            output = method(*args, **kwargs)
+        except Exception:
+            state.abandon_forward()
+            raise
+        return state.after_forward(self, args, output)
 
     setattr(module, method_name, MethodType(wrapped, module))

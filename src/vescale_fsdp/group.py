@@ -12,6 +12,7 @@ from torch import nn
 
 from .block_format import BlockFormat
 from .buffer import DBuffer
+from .full_values import shard_full_values
 from .guards import Trap
 from .kept import KeptShards
 from .managed import ManagedParam, mark_managed
@@ -158,8 +159,12 @@ class ParamGroup:
         owners = {owner for each in self.shards.managed for owner, _ in each.owners}
         for module in cast(set[Any], owners | set(self.modules)):
             module.register_state_dict_pre_hook(lambda *_: self.to_sharded())
-            module.register_load_state_dict_pre_hook(lambda *_: self.to_sharded())
+            module.register_load_state_dict_pre_hook(self._before_loading)
             module.register_load_state_dict_post_hook(lambda *_: self.adopt(partly_loaded=True))
+
+    def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        self.to_sharded()
+        shard_full_values(module, self.shards.managed, state_dict, prefix)
 
     def unshard(self, async_op: bool = False) -> None:
         """Start gathering, unless that is done or under way; `wait_for_unshard` makes the parameters usable."""
@@ -297,13 +302,17 @@ class ParamGroup:
 
     def reset_iteration(self) -> None:
         """The iteration failed: back to shards, without the gradients it made."""
+        self.abandon_forward()
+        for param in self._unsharded:
+            param.grad = None
+        self.reduction.discard()
+
+    def abandon_forward(self) -> None:
+        """Back to shards; what is under way is waited for."""
         if self._pending is not None:
             self._end_gathering()
             self._free_whole()
         self.to_sharded()
-        for param in self._unsharded:
-            param.grad = None
-        self.reduction.discard()
         self.phase = Phase.IDLE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -73,12 +74,14 @@ class ModuleState:
         """How many reductions may be under way; the model takes the most that any of its modules allows."""
         self._uses: list[int] = []
         """Positions in `schedule.order` of forwards whose backward has not come yet."""
+        self._error_outside: BaseException | None = None
+        """The exception that the caller was handling when forward began."""
         self._to_run: set[nn.Module] = set()
         """Modules of this call whose forward is still expected in this pass."""
         for module in modules:
             _torch.attach_state(module, self)
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward, always_call=len(modules) > 1)
+            module.register_forward_hook(self.after_forward, always_call=True)
 
     # What torch.distributed.pipelining uses
 
@@ -152,6 +155,7 @@ class ModuleState:
             return self._cast_inputs(args, kwargs)
         first = self.phase is not Phase.FORWARD
         if first:
+            self._error_outside = sys.exception()
             self.ensure_ready()
             if self.schedule.forward_root is None:
                 self._start_iteration()
@@ -177,10 +181,27 @@ class ModuleState:
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.phase is Phase.PRE_BACKWARD:
             return self._cast_output(output)
+        error = sys.exception()
+        if error is not None and error is not self._error_outside:
+            self.abandon_forward()
+            return output
         self._to_run.discard(module)
         if self._to_run:
             return self._cast_output(output)
         return self._end_forward(output)
+
+    def abandon_forward(self) -> None:
+        """Forward raised: once that has reached the root, back to shards. Gradients that are held stay."""
+        if self.schedule.forward_root is not self:
+            return
+        self.schedule.forward_root = None
+        self.schedule.order.clear()
+        for state in self.schedule.states:
+            state._to_run.clear()
+            state._uses.clear()
+            state.phase = Phase.IDLE
+            for group in state.groups:
+                group.abandon_forward()
 
     def _end_forward(self, output: Any) -> Any:
         recomputing = _torch.in_backward()

@@ -478,6 +478,28 @@ def test_after_an_exception_and_a_reset_the_next_step_equals_the_reference(where
 
 
 @ranks(2)
+def test_an_exception_in_forward_frees_the_parameters_and_keeps_the_gradients_held_so_far() -> None:
+    reference = Tower()
+    model = wrapped(copy.deepcopy(reference))
+    groups = [group for block in (model, *model.blocks) for group in block._get_fsdp_state().groups]
+    model.set_requires_gradient_sync(False)
+    model(batch(0, 2, dist.get_rank())).square().mean().backward()
+    handle = model.blocks[1].up.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch(3, 2, dist.get_rank()))
+    handle.remove()
+    assert all(not group.is_unsharded and group._whole.flat.untyped_storage().size() == 0 for group in groups)
+    model.set_requires_gradient_sync(True)
+    try:
+        raise KeyError("a forward inside an except clause is not a failed one")
+    except KeyError:
+        model(batch(1, 2, dist.get_rank())).square().mean().backward()
+    for step in range(2):
+        reference(batch(step, 2)).square().mean().backward()
+    assert_same_grads(model, reference)
+
+
+@ranks(2)
 def test_several_roots_share_one_context() -> None:
     references = [Tower(), Tower()]
     models = [wrapped(copy.deepcopy(each)) for each in references]
