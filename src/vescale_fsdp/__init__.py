@@ -14,7 +14,7 @@ Importing changes nothing in torch.
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 from .block_format import BlockFormat
-from .checkpoint import CheckpointError, load, save
+from .checkpoint import CheckpointError, export_safetensors, import_safetensors, load, save
 from .comm_context import share_comm_ctx
 from .errors import VescaleError
 from .forward_method import register_fsdp_forward_method
@@ -38,8 +38,10 @@ __all__ = [
     "VescaleError",
     "clip_grad_norm_",
     "explain",
+    "export_safetensors",
     "fully_shard",
     "hookimpl",
+    "import_safetensors",
     "load",
     "register_fsdp_forward_method",
     "report",

@@ -10,22 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import RankPool, ranks
+from ranks import RankPool
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 
-from vescale_fsdp import ParamPolicy, fully_shard
+from vescale_fsdp import fully_shard
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, matrix_groups
 
 WORLDS = [1, 2, 3, 4]

@@ -199,7 +199,7 @@ def test_names_that_were_tied_ask_to_be_tied() -> None:
     torch.manual_seed(0)
     model = Tied()
     model.head = nn.Linear(6, 11, bias=False)
-    with pytest.raises(CheckpointError, match="model.head.weight: was tied to embed.weight"):
+    with pytest.raises(CheckpointError, match=r"model.head.weight: was tied to embed.weight"):
         load(root, fully_shard(model))
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from .errors import CheckpointError

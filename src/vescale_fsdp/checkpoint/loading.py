@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as read_into
 
 from .contents import check_fit, drop_unsaved_slots, fresh_slots, state_of
 from .errors import CheckpointError, on_rank_0, together
@@ -44,13 +42,13 @@ def load(
     manifest = on_rank_0(lambda: _checked(path))
     if verify:
         together(lambda: check_bytes(path / manifest.data, _my_share(manifest)))
-    reader = dcp.FileSystemReader(path / manifest.data)
+    reader = FileSystemReader(path / manifest.data)
     with fresh_slots(optimizer):
         state = state_of(model, optimizer)
         together(lambda: _fit(state, reader, manifest))
         try:
-            dcp.load(state, storage_reader=reader)
-        except dcp.CheckpointException as error:
+            read_into(state, storage_reader=reader)
+        except CheckpointException as error:
             raise CheckpointError(f"{path}: cannot be read; parameters may have changed. {error}") from error
         set_model_state_dict(model, _with_aliases(model, state["model"]))
         if optimizer is not None:
@@ -65,7 +63,7 @@ def _checked(folder: Path) -> Manifest:
     return manifest
 
 
-def _fit(state: dict[str, Any], reader: dcp.FileSystemReader, manifest: Manifest) -> None:
+def _fit(state: dict[str, Any], reader: FileSystemReader, manifest: Manifest) -> None:
     metadata = reader.read_metadata()
     drop_unsaved_slots(state, metadata)
     check_fit(state, metadata, manifest.aliases)

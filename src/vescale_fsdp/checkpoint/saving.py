@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as write
 
 from .contents import aliases_of, state_of
 from .errors import CheckpointError, on_rank_0, together
@@ -42,8 +43,8 @@ def save(
     data = on_rank_0(lambda: _prepare(path, values))
     writer = CheckedWriter(path / data)
     try:
-        dcp.save(state_of(model, optimizer), storage_writer=writer)
-    except dcp.CheckpointException as error:
+        write(state_of(model, optimizer), storage_writer=writer)
+    except CheckpointException as error:
         raise CheckpointError(f"{path}: not saved, what was there is as it was. {error}") from error
     facts = {name: each for part in together(lambda: writer.facts) for name, each in part.items()}
     on_rank_0(lambda: publish(path, Manifest(data, facts, aliases_of(model), values)))
