@@ -14,8 +14,11 @@ __all__ = ["Lane", "lay_out_lanes", "total"]
 MAX_FAMILIES = 6
 """Granularities told apart: more are merged, the cheapest pair first."""
 
-NUM_TRIES = 6
-"""Splits laid out per number of lanes, the least lower bounds first."""
+NUM_SEEDS = 10
+"""Splits of families per number of lanes that the small tensors are added to, the least lower bounds first."""
+
+NUM_TRIES = 16
+"""Splits laid out per number of lanes."""
 
 Kinds = tuple[int, ...]
 """Indices of a problem's kinds, ascending."""
@@ -95,15 +98,21 @@ class _Splitter:
         families = self.families()
         seeds = [*partitions(families, num_lanes), *((*split, ()) for split in partitions(families, num_lanes - 1))]
         seeds.sort(key=lambda split: (self.bound_of(split), split))
-        splits = dict.fromkeys(variant for seed in seeds[:NUM_TRIES] for variant in self.variants(seed))
+        splits = dict.fromkeys(variant for seed in seeds[:NUM_SEEDS] for variant in self.variants(seed))
         best = None
-        for split in sorted(splits, key=lambda split: (self.bound_of(split), split))[:NUM_TRIES]:
-            if self.bound_of(split) >= below:
+        for _ in range(NUM_TRIES):
+            split = min(splits, key=lambda split: (self.estimate(split), split), default=())
+            if not split or self.estimate(split) >= below:
                 break
+            del splits[split]
             lanes = tuple(map(self.lane, split))
             if total(lanes) < below:
                 best, below = lanes, total(lanes)
         return best
+
+    def estimate(self, split: Split) -> int:
+        """Shares of the lanes that are laid out, lower bounds of the others: a bad lane is met only once."""
+        return sum(self.lanes[kinds].layout.share if kinds in self.lanes else self.bound(kinds) for kinds in split)
 
     def variants(self, seed: Split) -> Iterator[Split]:
         """The families' lanes with the small kinds: all in the last lane, or each where it costs least; then moved."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ from .beam import beam_search
 from .bounds import any_layout_bound, forced_bound
 from .classes import MAX_CLASSES, ShareClass, share_classes
 from .dives import dive, preferences
-from .orders import sorted_orders
+from .orders import moved_orders, sorted_orders
 from .problem import Order, Problem
 
 __all__ = ["LaneLayout", "lay_out"]
@@ -19,6 +20,9 @@ NUM_DIVES = 4
 """Targets per class and preference, by bisection."""
 
 # Budgets are counts of placements tried, never times: every rank must find the same plan.
+
+MOVE_STEPS = 10_000
+"""By orders in which one kind was moved."""
 
 BEAM_STEPS = 60_000
 """By one beam, at one share; a search that needs fewer is complete."""
@@ -49,9 +53,12 @@ class LaneLayout:
 
 
 def lay_out(problem: Problem, *, search_steps: int = SEARCH_STEPS) -> LaneLayout:
-    """The best layout in one buffer that the budgets find."""
+    """The best layout in one buffer that the budgets find; a quick one, without a search over orders, at 0 steps."""
     search = _Search(problem, search_steps)
-    for improve in (search.try_sorted_orders, search.try_dives, search.sharpen_bounds, search.try_beams):
+    searches = [search.try_sorted_orders, search.try_dives]
+    if search_steps:
+        searches += [search.sharpen_bounds, search.try_moves, search.try_beams]
+    for improve in searches:
         if search.share == search.bound:
             break
         improve()
@@ -92,7 +99,20 @@ class _Search:
     def try_dives(self) -> None:
         for share_class in self.classes:
             for preference in dict.fromkeys(preferences(self.problem, share_class)):
-                self.bisect(share_class, partial(dive, self.problem, share_class, preference), NUM_DIVES)
+                num_dives = NUM_DIVES if self.steps_left else 1
+                self.bisect(share_class, partial(dive, self.problem, share_class, preference), num_dives)
+
+    def try_moves(self) -> None:
+        """Move one kind in the sorted orders."""
+        tries = MOVE_STEPS // sum(kind.count for kind in self.problem.kinds)
+        for share_class in self.classes:
+            orders = dict.fromkeys(sorted_orders(self.problem, share_class.spans_ranks))
+            moved = dict.fromkeys(moved for order in orders for moved in moved_orders(order))
+            for order in itertools.islice(moved, tries):
+                if share_class.bound >= self.share:
+                    break
+                tries -= 1
+                self.offer(share_class, order)
 
     def bisect(self, share_class: ShareClass, make_order: Callable[[int], Order | None], num_tries: int) -> None:
         """Make orders for shares between the class's bound and the best, halving the distance each time."""

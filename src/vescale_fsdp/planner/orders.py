@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .problem import Order, Problem
 
-__all__ = ["sorted_orders"]
+__all__ = ["moved_orders", "sorted_orders"]
 
 
 def sorted_orders(problem: Problem, spans_ranks: Sequence[bool]) -> Iterator[Order]:
@@ -18,3 +18,12 @@ def sorted_orders(problem: Problem, spans_ranks: Sequence[bool]) -> Iterator[Ord
     rigid_first = sorted(coarse_first, key=lambda i: spans_ranks[i])
     for order in (coarse_first, large_first, rigid_first):
         yield tuple((i, kinds[i].count) for i in order)
+
+
+def moved_orders(order: Order) -> Iterator[Order]:
+    """The order with one run at another place: a few small tensors between two families may save a block."""
+    for source, run in enumerate(order):
+        rest = order[:source] + order[source + 1 :]
+        for target in range(len(order)):
+            if target != source:
+                yield (*rest[:target], run, *rest[target:])
