@@ -134,7 +134,7 @@ def _work(rank: int, connection: Connection, path: list[str]) -> None:
         except EOFError:
             return
         answer = _run_task(rank, *task)
-        # Wrapped modules are cycles that hold process groups, each with gloo threads that wake a hundred times a second.
+        # Wrapped modules are cycles that hold process groups, whose gloo threads wake a hundred times a second.
         gc.collect()
         connection.send(answer)
 
