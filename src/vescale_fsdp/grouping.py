@@ -118,8 +118,8 @@ def _policy(managed: ManagedParam, param_policy: ParamPolicyFn | None) -> ParamP
         )
     if policy.format is not None and is_extension(managed.param):
         raise NotImplementedError(
-            f"{managed.fqn}: a {type(managed.param.data).__name__} gathers itself (fsdp_pre_all_gather), so that format "
-            f"{policy.format!r} would do nothing. Let param_policy give no format for it."
+            f"{managed.fqn}: a {type(managed.param.data).__name__} gathers itself (fsdp_pre_all_gather), so that "
+            f"format {policy.format!r} would do nothing. Let param_policy give no format for it."
         )
     return policy
 

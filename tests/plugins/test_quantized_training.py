@@ -142,3 +142,36 @@ def test_shards_kept_over_fewer_ranks_hold_the_decoded_values() -> None:
         grads.append([param.grad.full_tensor() for param in sharded.parameters()])
     for one, two in zip(*grads, strict=True):
         assert torch.equal(one, two)
+
+
+class Halved(torch.Tensor):
+    """A parameter that gathers itself."""
+
+    def fsdp_pre_all_gather(self, mesh: object) -> tuple[tuple[torch.Tensor, ...], None]:
+        return (self.bfloat16(),), None
+
+    def fsdp_post_all_gather(self, gathered: tuple[torch.Tensor, ...], *args: object, out: object = None) -> object:
+        return gathered[0], gathered
+
+
+@ranks(1)
+def test_a_format_for_a_parameter_that_gathers_itself_is_not_a_silent_no_op() -> None:
+    layer = nn.Linear(64, 64, bias=False)
+    layer.weight = nn.Parameter(torch.randn(64, 64).as_subclass(Halved))
+    with pytest.raises(NotImplementedError, match=r"weight: a \w+ gathers itself .* format 'mxfp8' would do nothing"):
+        fully_shard(layer, param_policy=matrices_in("mxfp8"))
+
+
+@ranks(2)
+def test_frozen_weights_are_gathered_in_their_format_too() -> None:
+    frozen = model()
+    for param in frozen.parameters():
+        param.requires_grad_(param.ndim != 2)
+    sharded = fully_shard(frozen, param_policy=matrices_in("mxfp4"))
+    sharded(batch(0)).square().sum().backward()
+    for param, master in zip(sharded.parameters(), model().parameters(), strict=True):
+        assert (param.grad is None) == (param.ndim == 2)
+        assert torch.equal(param.full_tensor(), master)
+    sharded.unshard()
+    expected = decoded(model()[0].weight.data, "mxfp4")
+    assert torch.equal(next(sharded.parameters()), expected)
