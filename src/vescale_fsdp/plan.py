@@ -182,12 +182,15 @@ class Plan:
         """Read what `to_json` wrote and check it; PlanError names the entry that is wrong."""
         try:
             value = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"a plan is JSON: {error}") from None
         if not isinstance(value, dict) or value.get("version") != VERSION:
             found = value.get("version") if isinstance(value, dict) else type(value).__name__
             raise PlanError(f"expected a plan of version {VERSION}, got {found!r}")
-        plan = cls(tuple(_group_from_json(index, group) for index, group in enumerate(value.get("groups", ()))))
+        groups = value.get("groups")
+        if not isinstance(groups, list):
+            raise PlanError(f"groups: expected a list of group plans, got {type(groups).__name__}")
+        plan = cls(tuple(_group_from_json(index, group) for index, group in enumerate(groups)))
         plan.check()
         return plan
 
@@ -206,7 +209,7 @@ class Plan:
 
     def explain(self) -> str:
         """The plan in words: groups, lanes, padding, lower bound, and who asked for what."""
-        total = f"{len(self.groups)} groups, {self.numel:,} elements, padding {self.padding_pct:.4f} %"
+        total = f"{_counted(len(self.groups), 'group')}, {self.numel:,} elements, padding {self.padding_pct:.4f} %"
         head = f"{total} (no layout below {self.bound_pct:.4f} %), {self.nbytes:,} bytes per rank"
         return "\n".join([head, *(_explain(group) for group in self.groups)])
 
@@ -247,13 +250,13 @@ def _group_from_json(index: int, value: Mapping[str, Any]) -> GroupPlan:
     try:
         tensors = value["tensors"]
         layout = Layout(
-            num_ranks=int(value["num_ranks"]),
-            unit=int(value["unit"]),
-            align=int(value["align"]),
-            lanes=tuple(LanePlan(int(lane["share"]), int(lane["bound"])) for lane in value["lanes"]),
-            lane_of=tuple(int(tensor["lane"]) for tensor in tensors),
-            starts=tuple(int(tensor["start"]) for tensor in tensors),
-            bound=int(value["bound"]),
+            num_ranks=_whole(value["num_ranks"]),
+            unit=_whole(value["unit"]),
+            align=_whole(value["align"]),
+            lanes=tuple(LanePlan(_whole(lane["share"]), _whole(lane["bound"])) for lane in value["lanes"]),
+            lane_of=tuple(_whole(tensor["lane"]) for tensor in tensors),
+            starts=tuple(_whole(tensor["start"]) for tensor in tensors),
+            bound=_whole(value["bound"]),
         )
         return GroupPlan(str(value["name"]), tuple(map(_spec_from_json, tensors)), layout)
     except (KeyError, TypeError, ValueError) as error:
@@ -262,8 +265,15 @@ def _group_from_json(index: int, value: Mapping[str, Any]) -> GroupPlan:
 
 
 def _spec_from_json(value: Mapping[str, Any]) -> ParamSpec:
-    granularity = Granularity(int(value["granularity"]), tuple(map(str, value["reasons"])))
-    return ParamSpec(str(value["fqn"]), tuple(map(int, value["shape"])), str(value["dtype"]), granularity)
+    granularity = Granularity(_whole(value["granularity"]), tuple(map(str, value["reasons"])))
+    return ParamSpec(str(value["fqn"]), tuple(map(_whole, value["shape"])), str(value["dtype"]), granularity)
+
+
+def _whole(value: object) -> int:
+    """JSON's 3.7 and true are no counts of elements."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise PlanError(f"expected a whole number, got {value!r}")
+    return value
 
 
 def _diff(mine: GroupPlan, theirs: GroupPlan) -> Iterator[str]:
@@ -290,15 +300,15 @@ def _diff(mine: GroupPlan, theirs: GroupPlan) -> Iterator[str]:
 
 def _explain(group: GroupPlan) -> str:
     state = _state(group)
-    size = f"{len(group.specs)} parameters, {group.numel:,} x {group.dtype} over {group.num_ranks} ranks"
+    size = f"{_counted(len(group.specs), 'parameter')}, {group.numel:,} x {group.dtype} over {group.num_ranks} ranks"
     padding = f"padding {group.padding_pct:.4f} % (no layout below {group.bound_pct:.4f} %)"
     lines = [f"{group.name or 'group'}: {size}, {padding}, {state}"]
     for index, lane in enumerate(group.lanes):
         members = [tensor for tensor in group.tensors if tensor.lane == index and tensor.spec.numel]
         end = max((tensor.start + tensor.spec.numel for tensor in members), default=0)
         empty = group.num_ranks - (-(-end // lane.share) if lane.share else 0)
-        note = f", the last {empty} ranks hold nothing" if empty else ""
-        lines.append(f"  lane {index}: {len(members)} parameters, {lane.share:,} elements per rank{note}")
+        note = f", {_last_ranks(empty)} nothing" if empty else ""
+        lines.append(f"  lane {index}: {_counted(len(members), 'parameter')}, {lane.share:,} elements per rank{note}")
     asked: dict[str, list[str]] = {}
     for spec in group.specs:
         for reason in spec.granularity.reasons:
@@ -307,6 +317,14 @@ def _explain(group: GroupPlan) -> str:
         more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
         lines.append(f"  {fqns[0]}{more}: {reason}")
     return "\n".join(lines)
+
+
+def _last_ranks(count: int) -> str:
+    return "the last rank holds" if count == 1 else f"the last {count} ranks hold"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _state(group: GroupPlan) -> str:

@@ -118,7 +118,7 @@ def test_the_explanation_says_who_asked_what_is_proved_and_who_holds_nothing() -
         (("groups", 0, "tensors", 1, "lane"), 1, "w1: lies in lane 1, but there are 1"),
         (("groups", 0, "tensors", 1, "dtype"), "fp32", "w1: unknown dtype 'fp32'"),
         (("groups", 0, "lanes"), [], "has a lane"),
-        (("groups", 0, "bound"), "many", r"groups\[0\]: invalid literal"),
+        (("groups", 0, "bound"), "many", r"groups\[0\]: expected a whole number"),
     ],
 )
 def test_a_broken_plan_names_the_entry(path: tuple[str | int, ...], value: object, message: str) -> None:
@@ -138,6 +138,28 @@ def test_a_missing_entry_is_named() -> None:
         Plan.from_json(json.dumps(data))
     with pytest.raises(PlanError, match="a plan is JSON"):
         Plan.from_json("{")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "a plan is JSON"),
+        ('{"version": 1}', "groups: expected a list"),
+        ('{"version": 1, "groups": 5}', "groups: expected a list"),
+        (plan().to_json().replace('"start": 0', '"start": 1e999'), r"groups\[0\]: expected a whole number, got inf"),
+        (plan().to_json().replace('"unit": 4', '"unit": 4.5'), r"groups\[0\]: expected a whole number, got 4.5"),
+        (plan().to_json().replace('"unit": 4', '"unit": true'), r"groups\[0\]: expected a whole number, got True"),
+    ],
+)
+def test_what_is_no_plan_is_a_plan_error(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text)
+
+
+def test_one_of_a_kind_is_explained_in_the_singular() -> None:
+    text = make_plan([("block", [ParamSpec("a", (8,))])], 3).explain()
+    assert text.startswith("1 group, ")
+    assert text.endswith("lane 0: 1 parameter, 4 elements per rank, the last rank holds nothing")
 
 
 def test_the_checker_refuses_overlap() -> None:

@@ -24,7 +24,7 @@ def test_two_families_of_blocks_need_a_common_multiple_in_one_lane_and_none_in_t
     assert (len(one.lanes), one.share, one.proved) == (1, 70, True)  # 36 needed, but 7 and 5 divide the share
     assert ([lane.share for lane in two.lanes], two.padding, two.proved) == ([21, 15], 0, True)
     assert "proved optimal in one lane" in Plan((one,)).explain()
-    assert Plan((two,)).explain().endswith("lane 1: 1 parameters, 15 elements per rank")
+    assert Plan((two,)).explain().endswith("lane 1: 1 parameter, 15 elements per rank")
 
 
 def test_nobody_opens_a_second_lane_for_less_than_a_mebibyte_of_the_gathered_group() -> None:

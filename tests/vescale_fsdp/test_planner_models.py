@@ -117,6 +117,17 @@ def test_two_lanes_pad_at_most_2_2_percent_at_one_row(model: str) -> None:
     assert {row["num_ranks"]: pct for row in cells if (pct := padding_pct(row, 2)) > 2.2} == {}
 
 
+def test_experts_part_from_the_family_that_needs_another_multiple() -> None:
+    # 65 x 114688 hold 514 up and gate projections; 15 x 262144 = 160 x 24576 hold the down projections and attention.
+    layout = lay_out(groups_of("deepseek-v3-671b")[2][1], "16", 1024, 2)
+    assert [lane.share for lane in layout.lanes] == [65 * 114688, 15 * 262144]
+
+
+def test_small_tensors_between_two_families_save_a_block() -> None:
+    # What arXiv 2602.22437's order by shape reaches: the norms stand between up and down projections.
+    assert lay_out(groups_of("mixtral-8x22b")[1][1], "16", 16, 1).share <= 156549120
+
+
 def plan(shapes: Shapes, rows: int, num_ranks: int) -> GroupPlan:
     runs = [granularity(name, shape, str(rows)) if rows else 1 for name, shape in shapes]
     specs = [ParamSpec(*pair, "bfloat16", Granularity(run)) for pair, run in zip(shapes, runs, strict=True)]
