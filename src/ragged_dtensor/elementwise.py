@@ -49,6 +49,7 @@ UNTAGGED = {
     "hardtanh_backward",
     "leaky_relu_backward",
     "log_sigmoid_backward",
+    "masked_fill",
     "mish_backward",
     "polar",
     "rsub",

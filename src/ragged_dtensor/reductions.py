@@ -87,6 +87,8 @@ def reduced(call: OpCall) -> Answer:
     """One reduction over all dims, over all cut dims and any others, or over dims that are not cut."""
     if call.name in ("max", "min") and call.op._overloadname != "default":
         return along_dim(call)
+    if call.name in ("max", "min") and not math.prod(call.spec.shape):
+        raise refusal(call, "a tensor without elements has no largest or smallest one")
     extent = _extent(call)
     meta = call.metas[0]
     kind = _kind(call, extent, meta)

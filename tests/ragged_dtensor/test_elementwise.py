@@ -70,6 +70,8 @@ def test_operands_of_one_cut_numbers_and_scalars_need_no_communication() -> None
             assert_same(torch.nan_to_num(x.log()), torch.nan_to_num(full.log()))
             assert_same(x.to(torch.bfloat16), full.to(torch.bfloat16))
             assert_same(x.masked_fill(y > 1, 0.0), full.masked_fill(other > 1, 0.0))
+            assert_same(x.masked_fill(y > 1, scalar), full.masked_fill(other > 1, scalar))
+            assert_same(x.clone().masked_fill_(y > 1, whole_scalar), full.masked_fill(other > 1, scalar))
         assert comms.get_total_counts() == 0
 
 

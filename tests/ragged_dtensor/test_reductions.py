@@ -93,6 +93,14 @@ def test_means_weigh_every_element_alike() -> None:
 
 
 @ranks(3, timeout_s=300)
+def test_nothing_has_no_largest_element() -> None:
+    x = place(torch.zeros(0, 4), mesh_of(), RaggedShard((0,), (0, 1, 0)))
+    for reduce in [torch.max, torch.min]:
+        with pytest.raises(UnsupportedOpError, match="without elements has no largest or smallest one"):
+            reduce(x)
+
+
+@ranks(3, timeout_s=300)
 def test_nan_on_one_rank_is_nan_on_all() -> None:
     mesh = mesh_of()
     for index, cut in itertools.product([0, 11, 23], CUTS):
