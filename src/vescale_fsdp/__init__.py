@@ -14,7 +14,16 @@ Importing changes nothing in torch.
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 from .block_format import BlockFormat
-from .checkpoint import CheckpointError, export_safetensors, import_safetensors, load, save
+from .checkpoint import (
+    CheckpointError,
+    export_safetensors,
+    import_safetensors,
+    iterate_tensors,
+    load,
+    load_full_state,
+    save,
+    transfer_state,
+)
 from .comm_context import share_comm_ctx
 from .errors import VescaleError
 from .forward_method import register_fsdp_forward_method
@@ -42,10 +51,13 @@ __all__ = [
     "fully_shard",
     "hookimpl",
     "import_safetensors",
+    "iterate_tensors",
     "load",
+    "load_full_state",
     "register_fsdp_forward_method",
     "report",
     "save",
     "share_comm_ctx",
     "traffic",
+    "transfer_state",
 ]

@@ -123,7 +123,7 @@ class Shards:
         The Parameter objects stay the same, so an optimizer keeps them. Returns whether anything had moved and is back.
         While a state dict is `partly_loaded`, parameters of several dtypes or devices wait for the rest.
         """
-        found = [each.module._parameters[each.owners[0][1]] for each in self.managed]
+        found = [_newest(each, old) for each, old in zip(self.managed, self.params, strict=True)]
         moved = [
             new is not old or _torch.local_of(old) is not local
             for new, old, local in zip(found, self.params, self.locals, strict=True)
@@ -194,6 +194,12 @@ class Shards:
     def _zero_padding(self) -> None:
         if not self.buffer.flat.is_meta:
             self.buffer.zero_gaps()
+
+
+def _newest(managed: ManagedParam, old: nn.Parameter) -> nn.Parameter:
+    """What one of the owners now holds instead of `old`: of tied names, only one may have been assigned yet."""
+    held = [module._parameters.get(name) for module, name in managed.owners]
+    return next((each for each in held if each is not None and each is not old), old)
 
 
 def ragged_shard(layout: Layout, index: int, shape: tuple[int, ...]) -> RaggedShard:

@@ -27,7 +27,7 @@ class Tied(nn.Module):
         self.mix = nn.Linear(6, 7)
         self.head = nn.Linear(6, rows, bias=False)
         self.head.weight = self.embed.weight
-        self.scale = nn.Parameter(torch.tensor(2.5))
+        self.scale = nn.Parameter(torch.tensor([2.5]))
         self.register_buffer("count", torch.tensor(3))
 
 

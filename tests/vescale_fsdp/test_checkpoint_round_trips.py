@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import RankPool
+from ranks import RankPool, ranks
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -20,8 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
-from vescale_fsdp import fully_shard
+from vescale_fsdp import ParamPolicy, fully_shard
 from vescale_fsdp.optim import AdamW8bit, Muon, Shampoo, matrix_groups
 
 WORLDS = [1, 2, 3, 4]
@@ -73,19 +76,35 @@ def ours(seed: int, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def theirs(seed: int) -> nn.Module:
+def without_scalar(seed: int) -> nn.Module:
+    """torch's fully_shard refuses scalars."""
     torch.manual_seed(seed)
     model = Small()
+    model.scale = nn.Parameter(torch.full((1,), 1.5))
+    return model
+
+
+def by_fsdp2(seed: int) -> nn.Module:
+    model = without_scalar(seed)
     fsdp2(model.a)
     return fsdp2(model)
 
 
-def single(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return Small()
+def in_rows(seed: int) -> nn.Module:
+    return fully_shard(without_scalar(seed), param_policy=lambda fqn, param: ParamPolicy(granularity="rows:7"))
 
 
-ENGINES: dict[str, Callable[..., nn.Module]] = {"ours": ours, "fsdp2": theirs, "single": single}
+def in_one_lane(seed: int) -> nn.Module:
+    return fully_shard(without_scalar(seed), max_lanes=1)
+
+
+ENGINES: dict[str, Callable[..., nn.Module]] = {
+    "ours": ours,
+    "rows": in_rows,
+    "one lane": in_one_lane,
+    "fsdp2": by_fsdp2,
+    "single": without_scalar,
+}
 
 
 def step(model: nn.Module, optimizer: Optimizer) -> None:
@@ -151,3 +170,50 @@ def test_every_world_size_reads_what_every_other_wrote(rank_pool: RankPool, tmp_
         rank_pool.run(world, __file__, "write", arguments)
     for world in WORLDS:
         rank_pool.run(world, __file__, "read", arguments)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("rows", "fsdp2"), ("fsdp2", "rows"), ("rows", "single"), ("single", "one lane")]
+)
+def test_every_engine_and_cut_reads_what_another_wrote(
+    rank_pool: RankPool, tmp_path: Path, writer: str, reader: str
+) -> None:
+    arguments = {"root": str(tmp_path), "optimizer": "adamw"}
+    rank_pool.run(3, __file__, "write", {**arguments, "engine": writer})
+    rank_pool.run(2, __file__, "read", {**arguments, "engine": reader, "writers": [3]})
+
+
+@ranks(2)
+def test_planning_and_writing_communicate_nothing_and_shapes_are_the_parameters() -> None:
+    model = ours(1)
+    opt = adamw(model)
+    step(model, opt)
+    state = state_of(model, opt)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, None, dist.get_rank() == 0)
+    with CommDebugMode() as comms:
+        plan = planner.create_local_plan()
+        for item in plan.items:
+            planner.resolve_data(item)
+    assert comms.get_total_counts() == 0
+    shapes = dict(Small().named_parameters())
+    sizes = {item.index.fqn: item.tensor_data.size for item in plan.items if item.tensor_data is not None}
+    for fqn, size in sizes.items():
+        if fqn.startswith("model.") and fqn != "model.count":
+            assert size == shapes[fqn.removeprefix("model.")].shape, fqn
+
+
+@ranks(2)
+def test_an_asynchronous_save_holds_the_values_of_the_call() -> None:
+    root: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(root)
+    model = ours(1)
+    expected = flat(get_model_state_dict(model))
+    future: Any = dcp.async_save(get_model_state_dict(model), checkpoint_id=root[0])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    future.result()
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=root[0])
+    assert_equal(flat(state), expected)

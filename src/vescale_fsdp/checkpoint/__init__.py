@@ -2,12 +2,24 @@
 
 torch.distributed.checkpoint works on our models as it is; this package adds what it leaves open.
 
-Reading order: errors, manifest, files, contents, saving, loading, safetensor_file, hugging_face.
+Reading order: errors, manifest, files, contents, saving, loading, full_state, live, safetensor_file, hugging_face.
 """
 
 from .errors import CheckpointError
+from .full_state import load_full_state
 from .hugging_face import export_safetensors, import_safetensors
-from .loading import load
+from .live import iterate_tensors, transfer_state
+from .loading import check, load
 from .saving import save
 
-__all__ = ["CheckpointError", "export_safetensors", "import_safetensors", "load", "save"]
+__all__ = [
+    "CheckpointError",
+    "check",
+    "export_safetensors",
+    "import_safetensors",
+    "iterate_tensors",
+    "load",
+    "load_full_state",
+    "save",
+    "transfer_state",
+]

@@ -19,7 +19,7 @@ from .errors import CheckpointError, on_rank_0, together
 from .files import check_bytes, check_sizes
 from .manifest import Manifest
 
-__all__ = ["load"]
+__all__ = ["check", "load"]
 
 
 def load(
@@ -39,7 +39,7 @@ def load(
     truncated files, wrong checksums, names that are missing or too many, other shapes.
     """
     path = Path(folder)
-    manifest = on_rank_0(lambda: _checked(path))
+    manifest = on_rank_0(lambda: check(path))
     if verify:
         together(lambda: check_bytes(path / manifest.data, _my_share(manifest)))
     reader = FileSystemReader(path / manifest.data)
@@ -57,9 +57,10 @@ def load(
     return dict(manifest.extra)
 
 
-def _checked(folder: Path) -> Manifest:
-    manifest = Manifest.read(folder)
-    check_sizes(folder, manifest)
+def check(folder: str | os.PathLike[str]) -> Manifest:
+    """What `folder` says it holds, on this rank alone; CheckpointError if files are missing or not of their sizes."""
+    manifest = Manifest.read(Path(folder))
+    check_sizes(Path(folder), manifest)
     return manifest
 
 

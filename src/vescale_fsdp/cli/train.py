@@ -38,9 +38,10 @@ def train(
         Dtype, typer.Option(help="fp32, or bf16: compute in bf16, reduce and update in fp32.")
     ] = Settings.dtype,
     seed: Annotated[int, typer.Option(help="Of initial values, batches and the sample.")] = Settings.seed,
-    data: Annotated[
-        Path | None, typer.Option(help="A file or folder to learn; without it, Python's standard library.")
-    ] = None,
+    data: Annotated[Path | None, typer.Option(help="File or folder to learn; else Python's standard library.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder for a checkpoint of the last step.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Save after every so many steps, too.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint instead of starting.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for loss.png.")] = Path("out"),
     json: Annotated[Path | None, typer.Option(help="File for the report as data.")] = None,
 ) -> None:
@@ -68,6 +69,9 @@ def train(
             dtype=dtype,
             seed=seed,
             data=data,
+            checkpoint=checkpoint,
+            save_every=save_every,
+            resume=resume,
         )
         run = Run(settings, out, json)
         run.check()

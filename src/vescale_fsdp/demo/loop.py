@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from vescale_fsdp.checkpoint import load, save
 from vescale_fsdp.demo.data import Corpus
 from vescale_fsdp.demo.engines import ENGINES, Group
 from vescale_fsdp.demo.meter import StepMeter
@@ -77,19 +78,33 @@ class Trainer:
         self.outcome = Outcome(num_parameters=sum(param.numel() for param in self.model.parameters()))
         self.wrapped = self.engine.wrap(self.model, settings)
         self.optimizer = make_optimizer(self.model, settings)
+        if settings.resume:
+            self._resume()
+
+    def _resume(self) -> None:
+        """Model, optimizer and losses of the steps that are done; at any number of ranks, and under any engine."""
+        s = self.settings
+        assert s.checkpoint is not None
+        self.outcome.losses = load(s.checkpoint, self.model, self.optimizer, verify=True)["losses"]
+        if len(self.outcome.losses) >= s.steps:
+            done = len(self.outcome.losses)
+            raise ValueError(f"{s.checkpoint} holds step {done} already; ask for more than --steps {s.steps}")
 
     def steps(self) -> Iterator[None]:
         """Step by step. The third runs under the meter: before it optimizer state and DDP's buckets settle."""
-        metered = min(2, self.settings.steps - 1)
+        first = len(self.outcome.losses)
+        metered = min(first + 2, self.settings.steps - 1)
         busy_s, num_timed = 0.0, 0
-        for step in range(self.settings.steps):
+        for step in range(first, self.settings.steps):
             start_s = time.perf_counter()
             loss = self._metered_step(step) if step == metered else self._step(step, nullcontext())
             self.outcome.losses.append(self._mean(loss))
-            if step > metered or self.settings.steps <= 3:
+            if step > metered or self.settings.steps - first <= 3:
                 busy_s += time.perf_counter() - start_s
                 num_timed += 1
                 self.outcome.tokens_per_s = num_timed * self.settings.tokens_per_step / busy_s
+            if self.settings.checkpoint is not None and self.settings.saves_after(step + 1):
+                save(self.settings.checkpoint, self.model, self.optimizer, extra={"losses": self.outcome.losses})
             yield
 
     def conclude(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from vescale_fsdp.checkpoint import check
 from vescale_fsdp.demo.data import Corpus, find_files
 from vescale_fsdp.demo.launch import launch, run_rank
 from vescale_fsdp.demo.loop import train
@@ -33,6 +34,9 @@ class Run:
         Corpus.read(find_files(self.settings.data), self.settings.seq)
         for name in self.settings.formats:
             registry().format(name)
+        if self.settings.resume:
+            assert self.settings.checkpoint is not None
+            check(self.settings.checkpoint)
         self.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.out):
             pass

@@ -53,6 +53,9 @@ class Settings:
     dtype: Dtype = Dtype.FP32
     seed: int = 0
     data: Path | None = None
+    checkpoint: Path | None = None
+    save_every: int | None = None
+    resume: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "steps", "batch", "layers", "dim", "heads"):
@@ -66,6 +69,10 @@ class Settings:
             raise ValueError(f"--seed must lie in 0..{2**32 - 1}, got {self.seed}")
         if self.dim % (2 * self.heads):
             raise ValueError(f"--dim {self.dim} does not split into --heads {self.heads} of an even size")
+        if self.checkpoint is None and (self.resume or self.save_every is not None):
+            raise ValueError(f"--{'resume' if self.resume else 'save-every'} needs --checkpoint, the folder to use")
+        if self.save_every is not None and self.save_every < 1:
+            raise ValueError(f"--save-every must be at least 1, got {self.save_every}")
         if self.batch % self.ranks:
             fitting = -(-self.batch // self.ranks) * self.ranks
             raise ValueError(f"--batch {self.batch} does not divide over {self.ranks} ranks; try --batch {fitting}")
@@ -81,6 +88,12 @@ class Settings:
         """Block formats that plugins must have registered."""
         state = ("dynamic8_block", "dynamic8_block_unsigned") if self.optimizer is OptimizerName.ADAMW8BIT else ()
         return state if self.gather_format is None else (self.gather_format, *state)
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due once `step` steps are done."""
+        if self.checkpoint is None:
+            return False
+        return step == self.steps or (self.save_every is not None and step % self.save_every == 0)
 
     @property
     def rank_batch(self) -> int:
