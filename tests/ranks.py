@@ -57,7 +57,9 @@ class RankPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"])
+        self._context.set_forkserver_preload(
+            ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"]
+        )
         self._workers: list[tuple[Any, Connection]] = []
         self._store: Any = None
         self._runs = 0
