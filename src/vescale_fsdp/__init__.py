@@ -5,7 +5,7 @@ Reading order; a file imports only what stands before it:
     errors _torch policy packing tiling block_format hookspecs constraints plugins spec layout planes plan
     planner testing shapes wishes model_plan advisor picture mesh preflight managed guards buffer streams
     traffic transfer quantized shards extensions kept gradients reduction full_values group extension_group
-    grouping nested state module forward_method comm_context fully_shard grad_clip optim checkpoint report demo
+    grouping nested state module forward_method comm_context ema fully_shard grad_clip optim checkpoint report demo
     cli
 
 Importing changes nothing in torch.
@@ -25,6 +25,7 @@ from .checkpoint import (
     transfer_state,
 )
 from .comm_context import share_comm_ctx
+from .ema import ShardedEMA
 from .errors import VescaleError
 from .forward_method import register_fsdp_forward_method
 from .fully_shard import fully_shard
@@ -43,6 +44,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParamPolicy",
+    "ShardedEMA",
     "UnshardHandle",
     "VescaleError",
     "clip_grad_norm_",

@@ -17,7 +17,7 @@ from .managed import managed_as
 
 __all__ = ["Trap", "refuse_unknown_ignored", "refuse_unmanaged", "watch_optimizers"]
 
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 _watching: list[Any] = []
 
 
@@ -28,8 +28,7 @@ def watch_optimizers() -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _checked.get(optimizer) == count:
+    if _checked.get(optimizer) == _settings(optimizer):
         return
     stale = [
         fqn
@@ -43,7 +42,22 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             f"{stale[0]}: it was made before fully_shard, or while they were unsharded, so it would train nothing. "
             f"Make the optimizer after fully_shard, on model.parameters()."
         )
-    _checked[optimizer] = count
+    for group in optimizer.param_groups:
+        if len({isinstance(param, DTensor) for param in group["params"]}) > 1:
+            _step_one_by_one(group)
+    _checked[optimizer] = _settings(optimizer)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """What a check depends on; loading a state dict brings old settings back."""
+    return tuple((len(group["params"]), group.get("foreach"), group.get("fused")) for group in optimizer.param_groups)
+
+
+def _step_one_by_one(group: dict[str, Any]) -> None:
+    """Lists of plain and sharded tensors, as ignored parameters make them, are refused by torch (pytorch#183207)."""
+    for setting in ("foreach", "fused"):
+        if setting in group:
+            group[setting] = False
 
 
 class Trap:
