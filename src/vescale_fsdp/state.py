@@ -150,6 +150,8 @@ class ModuleState:
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.schedule.end_is_queued and not _torch.in_backward():
+            self._drop_iteration()  # a backward raised, and autograd dropped the callback that ends it
         if self.phase is Phase.PRE_BACKWARD:  # activation checkpointing runs forward again
             self._gather()
             return self._cast_inputs(args, kwargs)
@@ -209,7 +211,7 @@ class ModuleState:
             if not recomputing:
                 group.reshard()
             group.phase = Phase.IDLE
-        if not recomputing:
+        if not recomputing and torch.is_grad_enabled():  # no backward asks for the order of other forwards
             self._uses.append(len(self.schedule.order))
             self.schedule.order.append(self)
         self._watch_output(output)
@@ -324,6 +326,9 @@ class ModuleState:
         """After an exception: drop the iteration and the gradients that it made."""
         if self.is_root is False:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        self._drop_iteration()
+
+    def _drop_iteration(self) -> None:
         schedule = self.schedule
         schedule.forward_root = None
         schedule.end_is_queued = False
