@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import zlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from vescale_fsdp import ShardedEMA, fully_shard
+from ragged_dtensor import init_full
+from vescale_fsdp import CPUOffloadPolicy, ShardedEMA, clip_grad_norm_, fully_shard
+from vescale_fsdp.state import find_state
 
 
 def wrapped(model: nn.Module, **kwargs: object) -> nn.Module:
@@ -78,9 +82,43 @@ def test_ignored_and_sharded_parameters_step_in_one_foreach_optimizer(foreach: b
     assert torch.equal(full(models[0].weight), full(models[1].weight))
 
 
-@pytest.mark.parametrize("model_type", [Odd, Tower])
 @ranks(2)
-def test_averages_of_shards_equal_averages_of_full_weights(model_type: type[nn.Module]) -> None:
+def test_fused_adamw_equals_unfused() -> None:
+    source, models = Odd(), []
+    for fused in (True, False):
+        model = wrapped(copy.deepcopy(source))
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused, foreach=False)
+        for step in range(3):
+            model(batch(step, 2, dist.get_rank())).square().mean().backward()
+            with CommDebugMode() as mode:
+                optim.step()
+            assert mode.get_total_counts() == 0
+            optim.zero_grad()
+        models.append(model)
+    for fused_param, param in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(full(fused_param), full(param), rtol=1e-5, atol=1e-6)
+
+
+@ranks(3)
+def test_the_clipped_norm_is_the_same_plain_number_on_every_rank() -> None:
+    model = wrapped(Odd())
+    model(batch(0, 3, dist.get_rank())).square().mean().backward()
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    assert type(norm) is torch.Tensor
+    seen: list[float] = [0.0] * 3
+    dist.all_gather_object(seen, norm.item())
+    assert len(set(seen)) == 1
+    theirs = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert full(theirs).item() == pytest.approx(min(1.0, seen[0]), rel=1e-5)
+
+
+def five_rows() -> nn.Module:
+    return nn.Linear(8, 5)
+
+
+@pytest.mark.parametrize("model_type", [Odd, five_rows])
+@ranks(2)
+def test_averages_of_shards_equal_averages_of_full_weights(model_type: Callable[[], nn.Module]) -> None:
     reference = model_type()
     model = wrapped(copy.deepcopy(reference))
     ema, expected = ShardedEMA(model, 0.9), AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -106,3 +144,64 @@ def test_averages_of_shards_equal_averages_of_full_weights(model_type: type[nn.M
     other = ShardedEMA(model, 0.9)
     other.load_state_dict(ema.state_dict())
     assert all(torch.equal(full(value), full(ema.state_dict()[name])) for name, value in other.state_dict().items())
+
+
+@ranks(4)
+def test_a_second_forward_after_resharding_to_two_ranks_allocates_nothing_more() -> None:
+    model = wrapped(Tower(), reshard_after_forward=2)  # pytorch#147179
+    groups = [group for state in (find_state(model), *map(find_state, model.blocks)) for group in state.groups]
+    held = []
+    for _ in range(3):
+        with torch.no_grad():
+            model(batch(0, 4, dist.get_rank()))
+        whole = sum(group._whole.flat.untyped_storage().nbytes() for group in groups)
+        kept = sum(group._kept.buffer.flat.untyped_storage().nbytes() for group in groups if group._kept is not None)
+        held.append((whole, kept, sum(group.is_unsharded for group in groups)))
+    assert held[0][0] == 0
+    assert held[0][1] > 0
+    assert held[1:] == held[:1] * 2
+
+
+@ranks(2)
+def test_offloaded_models_give_and_take_state_dicts_also_after_being_moved() -> None:
+    model = wrapped(Tower(), offload_policy=CPUOffloadPolicy())
+    before = {name: full(value).clone() for name, value in model.state_dict().items()}
+    model.to("cpu")
+    model(batch(0, 2, dist.get_rank())).square().mean().backward()
+    state = model.state_dict()
+    assert all(value.device.type == "cpu" and torch.equal(full(value), before[name]) for name, value in state.items())
+    model.load_state_dict({name: value * 2 for name, value in state.items()})
+    assert all(torch.equal(full(value), 2 * before[name]) for name, value in model.state_dict().items())
+    away = wrapped(Tower(), offload_policy=CPUOffloadPolicy()).to("meta")
+    assert away.state_dict().keys() == before.keys()
+    with pytest.raises(RuntimeError, match=r"embed\.weight"):
+        away(batch(0, 2))
+
+
+def init_by_name(model: nn.Module) -> None:
+    """One seed per name, so that a parameter's values depend neither on the others nor on who holds them."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            torch.manual_seed(zlib.crc32(name.encode()))
+            if "up.weight" in name:
+                init_full(param, nn.init.orthogonal_)
+            elif "down" in name:
+                nn.init.trunc_normal_(param, std=0.02)
+            elif param.ndim > 1:
+                nn.init.kaiming_uniform_(param)
+            else:
+                nn.init.normal_(param)
+
+
+@pytest.mark.parametrize("model_type", [Odd, Tower])
+@ranks(1, 2, 3)
+def test_initialising_by_name_after_sharding_equals_initialising_before(model_type: type[nn.Module]) -> None:
+    reference = model_type()
+    init_by_name(reference)
+    with torch.device("meta"):
+        model = model_type()
+    wrapped(model).to_empty(device="cpu")
+    init_by_name(model)
+    for (name, sharded), param in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(full(sharded), param), name
+    assert torch.equal(model(batch(0, 2)).detach(), reference(batch(0, 2)).detach())

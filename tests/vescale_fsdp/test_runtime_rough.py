@@ -36,10 +36,14 @@ def loss(model: nn.Module, step: int, rank: int | None) -> torch.Tensor:
 def assert_same(ours: nn.Module, reference: nn.Module) -> None:
     """Parameters and gradients."""
     for (name, mine), theirs in zip(ours.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(mine.detach()), full(theirs.detach()), msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            full(mine.detach()), full(theirs.detach()), msg=lambda text, name=name: f"{name}: {text}"
+        )
         assert (mine.grad is None) == (theirs.grad is None), name
         if mine.grad is not None:
-            torch.testing.assert_close(full(mine.grad), full(theirs.grad), msg=lambda text: f"{name}: {text}")
+            torch.testing.assert_close(
+                full(mine.grad), full(theirs.grad), msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.parametrize("is_first", [True, False])
