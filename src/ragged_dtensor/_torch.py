@@ -68,6 +68,7 @@ def register() -> None:
     _install_distribute_seam()
     _install_random_factories()
     _install_checkpoint_seams()
+    _install_staging_seam()
     _install_full_state_seam()
     torch.serialization.add_safe_globals(list(seams.safe_globals))
 
@@ -444,6 +445,27 @@ def _install_checkpoint_seams() -> None:
     lead("__create_write_items__", lambda self, fqn, object: seams.write_items(self, fqn))
     lead("__create_chunk_list__", lambda self: seams.chunk_list(self))
     lead("__get_tensor_shard__", lambda self, index: seams.tensor_shard(self, index))
+
+
+def _install_staging_seam() -> None:
+    """`async_save` takes a DTensor whose shard begins inside a buffer for a plain tensor: its data_ptr() is not 0."""
+    try:
+        # Private, since torch 2.9; `torch.distributed.checkpoint.async_save` stages through it.
+        from torch.distributed.checkpoint import _state_dict_stager
+    except ImportError:
+        return
+    stager = _state_dict_stager.StateDictStager
+    stock = stager._offload_tensor
+
+    @functools.wraps(stock)
+    def offload(self: Any, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> torch.Tensor:
+        if not isinstance(x, DTensor) or not seams.any_ragged(x.placements):
+            return stock(self, x, memo, non_blocking=non_blocking)  # type: ignore[no-any-return, no-untyped-call]
+        local = self.deepcopy_with_tensor_offload(local_of(x), memo, non_blocking=non_blocking)
+        memo[id(x)] = staged = new_dtensor(local, x._spec, requires_grad=False)
+        return staged
+
+    stager._offload_tensor = offload  # type: ignore[method-assign]
 
 
 def _install_full_state_seam() -> None:
