@@ -39,7 +39,7 @@ class ShardedEMA:
     def update(self) -> None:
         """Take one step towards the weights; call it after the optimizer's."""
         averages, weights = self._paired()
-        torch._foreach_lerp_(averages, weights, 1 - self.decay)
+        _torch.foreach_lerp_(averages, weights, 1 - self.decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

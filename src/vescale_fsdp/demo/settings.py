@@ -40,7 +40,7 @@ class Settings:
 
     engine: EngineName = EngineName.VESCALE
     ranks: int = 4
-    steps: int = 400
+    steps: int = 240
     batch: int = 16
     seq: int = 128
     layers: int = 4
