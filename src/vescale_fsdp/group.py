@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .block_format import BlockFormat
 from .buffer import DBuffer
@@ -157,10 +158,25 @@ class ParamGroup:
     def _follow_state_dicts(self) -> None:
         """State dicts hold, and load into, the sharded parameters."""
         owners = {owner for each in self.shards.managed for owner, _ in each.owners}
+        self._hooks: list[RemovableHandle] = []
         for module in cast(set[Any], owners | set(self.modules)):
-            module.register_state_dict_pre_hook(lambda *_: self.to_sharded())
-            module.register_load_state_dict_pre_hook(self._before_loading)
-            module.register_load_state_dict_post_hook(lambda *_: self.adopt(partly_loaded=True))
+            self._hooks += [
+                module.register_state_dict_pre_hook(lambda *_: self.to_sharded()),
+                module.register_load_state_dict_pre_hook(self._before_loading),
+                module.register_load_state_dict_post_hook(lambda *_: self.adopt(partly_loaded=True)),
+            ]
+
+    def take_over(self, params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+        """Manage these Parameter objects, with these local values, instead of the ones made here."""
+        self.shards.take_over(params, values)
+        self._owners.put(self.shards.params, sharded=True)
+
+    def release(self) -> None:
+        """Take the hooks off; the modules keep the sharded parameters."""
+        self.to_sharded()
+        for hook in self._hooks:
+            hook.remove()
+        self._owners.release()
 
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         self.to_sharded()
@@ -349,6 +365,10 @@ class _Owners:
                 hooks[_TRAP] = trap
             else:
                 hooks.pop(_TRAP, None)
+
+    def release(self) -> None:
+        for hooks, _ in self._traps:
+            hooks.pop(_TRAP, None)
 
 
 _TRAP = "vescale_fsdp.Trap"

@@ -142,6 +142,23 @@ class Shards:
         self._zero_padding()
         return True
 
+    @torch.no_grad()
+    def take_over(self, params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+        """Let `params`, DTensors that optimizers hold, be the sharded parameters from now on, with these local values.
+
+        The objects stay the same; what they viewed before is no longer used.
+        """
+        self._reallocate(values)
+        for i, (param, value) in enumerate(zip(params, values, strict=True)):
+            local = self.local(self.buffer, i)
+            local.copy_(value.view_as(local))
+            _torch.set_placed(param, local, _torch.with_dtype(_torch.spec_of(self.params[i]), local.dtype))
+            mark_managed(param, self.managed[i].fqn)
+            self.locals[i] = local
+        self.params = list(params)
+        self.managed = tuple(replace(each, param=param) for each, param in zip(self.managed, params, strict=True))
+        self._zero_padding()
+
     def _local_value(self, index: int, new: torch.Tensor) -> torch.Tensor:
         """The local values of what a module now holds as its parameter."""
         managed = self.managed[index]

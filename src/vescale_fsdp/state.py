@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from . import _torch
 from .group import ParamGroup, Phase
@@ -78,10 +79,22 @@ class ModuleState:
         """The exception that the caller was handling when forward began."""
         self._to_run: set[nn.Module] = set()
         """Modules of this call whose forward is still expected in this pass."""
+        self._hooks: list[RemovableHandle] = []
         for module in modules:
             _torch.attach_state(module, self)
-            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward, always_call=True)
+            self._hooks += [
+                module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.after_forward, always_call=True),
+            ]
+
+    def release(self) -> None:
+        """Take everything off the modules but their sharded parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        for group in self.groups:
+            group.release()
+        for module in self.modules:
+            _torch.forget_state(module)
 
     # What torch.distributed.pipelining uses
 
