@@ -18,6 +18,7 @@ from torch.distributed._composable.contract import (  # 2.2: where composable AP
     RegistryItem,
 )
 from torch.distributed._composable_state import _module_state_mapping  # 2.0: torch's module -> state
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.0: what functional collectives return
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # 2.8: has no public name
@@ -35,8 +36,11 @@ __all__ = [
     "TorchDispatchMode",
     "all_gather",
     "attach_state",
+    "concatenated",
     "dtensor",
     "dtensor_spec",
+    "finished",
+    "flattened",
     "foreach_add_",
     "foreach_copy_",
     "foreach_lerp",
@@ -57,6 +61,7 @@ __all__ = [
     "process_group_comms",
     "queue_after_backward",
     "reduce_scatter",
+    "regrouped",
     "set_local",
     "set_placed",
     "spec_of",
@@ -65,6 +70,8 @@ __all__ = [
     "tensor_hooks",
     "twin_of",
     "untraced",
+    "user_attributes",
+    "version_of",
     "with_dtype",
 ]
 
@@ -114,6 +121,42 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return cast(DTensor, cast(Any, DTensor)(local, spec, requires_grad=False))
 
 
+def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The axes of all meshes, slices of one root mesh, in one mesh; makes no process groups (2.9).
+
+    Raises RuntimeError, TypeError or AssertionError if they are no such slices.
+    """
+    return cast(DeviceMesh, cast(Any, DeviceMesh)._concatenate(list(meshes)))
+
+
+def flattened(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """One axis for the named ones, whose process group is made once (2.6; FSDP2 does the same)."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    return cast(DeviceMesh, cast(Any, mesh[tuple(names)])._flatten("_".join(names)))
+
+
+def regrouped(mesh: DeviceMesh, num_ranks: int) -> DeviceMesh:
+    """A 1-D mesh as (groups, neighbours in groups of `num_ranks`), made with the other slices of its root mesh (2.9)."""
+    name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "shard"
+    sizes = mesh.size() // num_ranks, num_ranks
+    names = f"{name}_groups_of_{num_ranks}", f"{name}_in_groups_of_{num_ranks}"
+    return cast(DeviceMesh, cast(Any, mesh)._unflatten(0, sizes, names))
+
+
+def finished(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor behind an asynchronous collective's result, once it is there (2.1)."""
+    return cast(torch.Tensor, tensor.wait()) if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def user_attributes(param: torch.Tensor) -> dict[str, Any]:
+    """What users set on a parameter; subclasses keep their parts in the same place, a DTensor its own."""
+    if type(param) is not nn.Parameter and type(param) is not DTensor:
+        return {}
+    own = ("_is_param", "_local_tensor", "_spec")
+    return {name: value for name, value in vars(param).items() if name not in own}
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, itself: `to_local()` makes a view and an autograd node."""
     return cast(torch.Tensor, cast(Any, tensor)._local_tensor)
@@ -121,6 +164,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     cast(Any, tensor)._local_tensor = local
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Autograd's count of writes into the tensor and its views (0.4)."""
+    return tensor._version
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:
@@ -353,6 +401,8 @@ class Fsdp2Unit:
                 return "has an all-reduce hook or custom collectives; set them again on the new model"
             if group._partial_reduce_output is not None:
                 return "holds gradients that are not summed over replicas yet; do that first"
+            if group.device.type != "cpu" and any(found.offload_to_cpu for found in group.fsdp_params):
+                return "is offloaded to the CPU, from where a mesh of another device cannot send"
         if self._state._state_ctx.iter_forward_root is not None:
             return "is in the middle of an iteration"
         return None
@@ -369,16 +419,21 @@ class Fsdp2Unit:
                 handle.remove()
             for found in group.fsdp_params:
                 found._post_load_hook_handle.remove()
+        self.forget()
         for module in self.modules:
             forget_state(module)
-            _module_state_mapping.pop(module, None)
             module.__class__ = type(module).__mro__[cast(Any, type(module))._orig_cls_mro_index]
         for module in {each for root in self.modules for each in root.modules()}:
             for flag in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):  # for dynamo
                 module.__dict__.pop(flag, None)
 
+    def forget(self) -> None:
+        """Take the modules out of what torch keeps beside them."""
+        for module in self.modules:
+            _module_state_mapping.pop(module, None)
+
     def put_back(self) -> None:
-        """Undo what `remove` did outside of the modules."""
+        """Undo `forget`."""
         for module in self.modules:
             _module_state_mapping[module] = weakref.ref(self._state)
 

@@ -3,10 +3,11 @@
 Reading order; a file imports only what stands before it:
 
     matrices orthogonalize owners holdings route passage terms lend adamw blocks adamw8bit optimizer muon preconditioner
-    panel_state panels shampoo whole
+    panel_state panels shampoo whole strip flat
 """
 
 from .adamw8bit import AdamW8bit
+from .flat import flat
 from .lend import Lender, Replicas, Run, lend
 from .matrices import Matrix, matrices_of
 from .muon import Muon
@@ -31,6 +32,7 @@ __all__ = [
     "Replicas",
     "Run",
     "Shampoo",
+    "flat",
     "lend",
     "matrices_of",
     "matrix_groups",

@@ -1,0 +1,217 @@
+"""Element-wise torch optimizers that step each group's flat shard instead of every parameter.
+
+    optimizer = flat(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+
+A step over DTensors costs tens of microseconds of Python for each of them; over a group's flat shard it is one tensor.
+What everyone else sees stays as it was: parameter groups, `optimizer.state[param]` and state dicts hold a DTensor per
+parameter, and each element gets the same bits as from the optimizer's own step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from vescale_fsdp.errors import VescaleError
+from vescale_fsdp.shards import Shards
+from vescale_fsdp.state import find_state
+
+from .strip import Segment, Strip
+
+__all__ = ["flat"]
+
+Group = dict[str, Any]
+EXACT_ON_CPU = (torch.float32, torch.float64)
+"""Dtypes in which CPU kernels give an element the same bits wherever it stands; others round in vectors only."""
+
+
+def flat(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+    """Let `optimizer` step the flat shards of `model`, which `fully_shard` wrapped; returns the same object.
+
+    optimizer: SGD, Adam, AdamW, Adagrad or RMSprop of torch.optim over parameters of the model; others may be among
+        them and are stepped as before. Make learning-rate schedulers after this call.
+
+    Neighbours in a shard are one tensor while they have a gradient, one parameter group, and the same `step`; what
+    changes any of that costs one slower step. Parameters in bfloat16 and float16 on the CPU, and CPU optimizers with
+    `fused=True`, are stepped parameter by parameter, without DTensors: those kernels round the last elements of a
+    tensor unlike the others. On one rank gradients are autograd's own tensors, so each parameter is one there, too.
+
+    Raises ValueError for optimizers that this does not know, `differentiable=True`, and a replaced `optimizer.step`.
+    """
+    kind = _KINDS.get(type(optimizer))
+    if kind is None:
+        known = ", ".join(each.__name__ for each in _KINDS)
+        raise ValueError(f"flat: expected one of torch.optim's {known}, got {type(optimizer).__name__}")
+    if "step" in vars(optimizer):
+        raise ValueError("flat: optimizer.step was replaced, by a scheduler perhaps. Call flat() before you make that.")
+    for group in optimizer.param_groups:
+        _check(group)
+    shadow = type(optimizer)([torch.zeros(0)])
+    optimizer.__class__ = kind
+    assert isinstance(optimizer, _Flat)
+    optimizer._flattened = Flattened(optimizer, shadow, model)
+    return optimizer
+
+
+def _check(group: Group) -> None:
+    if group.get("differentiable"):
+        raise ValueError("flat: differentiable=True needs the optimizer's own step")
+
+
+class Flattened:
+    """The strips of an optimizer's parameters, and the `shadow` that steps their segments with the optimizer's code."""
+
+    def __init__(self, optimizer: Optimizer, shadow: Optimizer, model: nn.Module) -> None:
+        self._optimizer = optimizer
+        self._shadow = shadow
+        self._model = model
+        self._update = getattr(type(shadow).step, "__wrapped__", type(shadow).step)  # hooks are the optimizer's
+        self.regroup()
+
+    def regroup(self) -> None:
+        """Find the strips anew: the optimizer has other groups, or the model other buffers."""
+        group_of = {param: i for i, group in enumerate(self._optimizer.param_groups) for param in group["params"]}
+        found = list(_shards(self._model))
+        self._buffers = [(shards, shards.buffer.flat) for shards, _ in found]
+        strips = [Strip(shards, fqns, group_of) for shards, fqns in found if _is_plain(shards)]
+        self._strips = [strip for strip in strips if strip.members]
+        held = {member.param for strip in self._strips for member in strip.members}
+        self._others = [param for param in group_of if param not in held]
+        self._group_of = group_of
+
+    def step(self) -> None:
+        """One step of every parameter that has a gradient."""
+        if any(shards.buffer.flat is not flat for shards, flat in self._buffers):
+            self.regroup()
+        states, groups = self._optimizer.state, self._optimizer.param_groups
+        settings = [_settings(group) for group in groups]
+        alone = list(self._others)
+        for strip in self._strips:
+            joins = [_joins(strip.flat, group) for group in groups]
+            alone += [member.param for member in strip.prepare(states, joins)]
+        segments = sorted((each for strip in self._strips for each in strip.segments), key=lambda each: each.group)
+        shadow = self._shadow
+        shadow.param_groups = [
+            *({**settings[batch[0].group], "params": [each.param for each in batch]} for batch in _batches(segments)),
+            *({**groups[group], "params": params} for group, params in self._by_group(alone)),
+        ]
+        shadow.state = defaultdict(dict, {segment.param: segment.state for segment in segments})
+        shadow.state.update({param: states[param] for param in alone if param in states})
+        for name in ("grad_scale", "found_inf"):  # torch.amp.GradScaler puts them on the optimizer
+            setattr(shadow, name, getattr(self._optimizer, name, None))
+        self._update(shadow)
+        states.update({param: shadow.state[param] for param in alone if shadow.state.get(param)})
+        for strip in self._strips:
+            strip.conclude(states)
+
+    def _by_group(self, params: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+        by_group: dict[int, list[Tensor]] = defaultdict(list)
+        for param in params:
+            by_group[self._group_of[param]].append(param)
+        yield from by_group.items()
+
+
+class _Flat(Optimizer):
+    """Replaces the step of the optimizer class that follows in a subclass."""
+
+    _flattened: Flattened | None = None
+
+    # The decoration is what torch does to each class when it is first used: the optimizer's hooks run around its step.
+    @Optimizer.profile_hook_step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on the flat shards."""
+        if self._flattened is None:
+            raise VescaleError(f"{type(self).__name__} was copied or unpickled: make a new optimizer and call flat().")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._flattened.step()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def add_param_group(self, param_group: Group) -> None:
+        _check(param_group)
+        super().add_param_group(param_group)
+        if self._flattened is not None:
+            self._flattened.regroup()
+
+
+class FlatSGD(_Flat, SGD):
+    """torch.optim.SGD on flat shards."""
+
+
+class FlatAdam(_Flat, Adam):
+    """torch.optim.Adam on flat shards."""
+
+
+class FlatAdamW(_Flat, AdamW):
+    """torch.optim.AdamW on flat shards."""
+
+
+class FlatAdagrad(_Flat, Adagrad):
+    """torch.optim.Adagrad on flat shards."""
+
+
+class FlatRMSprop(_Flat, RMSprop):
+    """torch.optim.RMSprop on flat shards."""
+
+
+_KINDS: dict[type[Optimizer], type[_Flat]] = {
+    SGD: FlatSGD,
+    Adam: FlatAdam,
+    AdamW: FlatAdamW,
+    Adagrad: FlatAdagrad,
+    RMSprop: FlatRMSprop,
+}
+
+
+def _shards(model: nn.Module) -> Iterator[tuple[Shards, Sequence[str]]]:
+    states = dict.fromkeys(state for module in model.modules() if (state := find_state(module)) is not None)
+    if not states:
+        raise ValueError(f"flat: {type(model).__name__} holds no module that vescale_fsdp.fully_shard wrapped")
+    for state in states:
+        for group in state.groups:
+            yield group.shards, group.fqns
+
+
+def _is_plain(shards: Shards) -> bool:
+    """Whether the parameters are views of the shard buffer; subclasses that gather themselves have their own memory."""
+    storage = shards.buffer.flat.untyped_storage()
+    return not shards.buffer.flat.is_meta and all(
+        type(local) is Tensor and local.untyped_storage().data_ptr() == storage.data_ptr() for local in shards.locals
+    )
+
+
+def _joins(shard: Tensor, group: Group) -> bool:
+    """Whether neighbours may be one tensor without changing a bit."""
+    return shard.device.type != "cpu" or (shard.dtype in EXACT_ON_CPU and not group.get("fused"))
+
+
+def _settings(group: Group) -> Group:
+    """The group's settings for plain tensors; where torch would choose, it is to choose as it does for DTensors."""
+    if group.get("foreach") is None and not group.get("fused"):
+        return {**group, "foreach": False}
+    return group
+
+
+def _batches(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """Segments of one group, together no larger than the largest: temporaries of a step are not the whole model's."""
+    limit = max((segment.param.numel() for segment in segments), default=0)
+    batch: list[Segment] = []
+    numel = 0
+    for segment in segments:
+        numel += segment.param.numel()
+        if batch and (numel > limit or segment.group != batch[0].group):
+            yield batch
+            batch, numel = [], segment.param.numel()
+        batch.append(segment)
+    if batch:
+        yield batch
