@@ -12,32 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
+from sharding import shard
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_dtensor import RaggedShard, StridedRaggedShard
-from vescale_fsdp.optim.holdings import piece_at
 from vescale_fsdp.optim.lend import Lender, Replicas, Run, lend
 from vescale_fsdp.optim.matrices import Matrix, matrices_of
 
 Shape = tuple[int, ...]
-
-
-def shard(full: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
-    """`full` as a DTensor whose local tensors are cut by hand."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    piece = piece_at(tuple(full.shape), placements, tuple(mesh.shape), tuple(coordinate))
-    local = full
-    for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
-        local = local.narrow(dim, offset, size)
-    if piece.num_flat is not None:
-        local = local.flatten(0, piece.num_flat - 1)[piece.begin : piece.end]
-    return DTensor.from_local(
-        local.clone().contiguous(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
-    )
 
 
 def fulls(*shapes: Shape) -> list[Tensor]:

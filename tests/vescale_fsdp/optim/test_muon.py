@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
+from sharding import shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import vescale_fsdp.optim.muon as muon_module
 from ragged_dtensor import RaggedShard, StridedRaggedShard
 from vescale_fsdp.optim import Muon, Replicas, matrix_groups
-from vescale_fsdp.optim.holdings import piece_at
 
 Shape = tuple[int, ...]
 STEPS = 10
@@ -29,20 +29,6 @@ STEPS = 10
 def fulls(shapes: Sequence[Shape], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
-def shard(full: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    piece = piece_at(tuple(full.shape), placements, tuple(mesh.shape), tuple(coordinate))
-    local = full
-    for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
-        local = local.narrow(dim, offset, size)
-    if piece.num_flat is not None:
-        local = local.flatten(0, piece.num_flat - 1)[piece.begin : piece.end]
-    return DTensor.from_local(
-        local.clone().contiguous(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
-    )
 
 
 def ours(optimizer: Muon, params: Sequence[Tensor], layouts: Sequence[Any], steps: int = STEPS) -> None:

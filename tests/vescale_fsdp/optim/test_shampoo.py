@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import ranks
+from sharding import shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 from ragged_dtensor import RaggedShard
 from vescale_fsdp.optim import Shampoo
-from vescale_fsdp.optim.holdings import piece_at
 
 Shape = tuple[int, ...]
 SHAPES: list[Shape] = [(12, 10), (9, 7), (1, 8), (8, 1), (2, 6, 5)]
@@ -36,20 +36,6 @@ OPTIONS: dict[str, Any] = {
 def fulls(seed: int, shapes: Sequence[Shape] = SHAPES) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def shard(full: Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    piece = piece_at(tuple(full.shape), placements, tuple(mesh.shape), tuple(coordinate))
-    local = full
-    for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
-        local = local.narrow(dim, offset, size)
-    if piece.num_flat is not None:
-        local = local.flatten(0, piece.num_flat - 1)[piece.begin : piece.end]
-    return DTensor.from_local(
-        local.clone().contiguous(), mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
-    )
 
 
 def naive_shampoo(weight: Tensor, grads: Sequence[Tensor]) -> Tensor:
