@@ -1,15 +1,18 @@
-"""Every private name of torch that this package uses, and the seams through which torch reaches our code.
+"""Every private name of torch that this package uses, and which torch that has to be.
 
-Importing installs nothing: `register()` does, when the first RaggedShard is built. Each seam asks `seams` whether a
-placement is ragged and leaves everything else to torch. Where `seams` has no answer, a ragged tensor raises.
+Importing installs nothing: `register()` does, when the first RaggedShard is built. It checks the installed torch and
+runs the installers that the `*_seams` files left in `seams`; they put our functions in the place of torch's at the
+`Point`s below.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +20,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 # Private, all since torch 2.11 or earlier: there is no registry for placements (pytorch#169320).
+from torch.distributed import _state_dict_utils  # isort: skip
 from torch.distributed.tensor import _api as _typed_api  # isort: skip
 from torch.distributed.tensor import _dispatch as _typed_dispatch  # isort: skip
 from torch.distributed.tensor import _redistribute as _typed_redistribute  # isort: skip
@@ -32,7 +36,7 @@ from torch._ops import OpOverloadPacket  # isort: skip
 from torch.utils._python_dispatch import return_and_correct_aliasing  # isort: skip
 from torch.utils._pytree import tree_leaves, tree_map_only  # isort: skip
 
-from ragged_dtensor.errors import RaggedShardError, UnsupportedTorchError
+from ragged_dtensor.errors import UnsupportedTorchError
 from ragged_dtensor.seams import seams
 
 __all__ = [
@@ -41,6 +45,7 @@ __all__ = [
     "OpSchema",
     "OutputSharding",
     "Placement",
+    "Point",
     "TensorMeta",
     "local_of",
     "register",
@@ -56,20 +61,15 @@ _api: Any = _typed_api
 _dispatch: Any = _typed_dispatch
 _redistribute: Any = _typed_redistribute
 _DTensor: Any = DTensor
+_dispatcher: Any = DTensor._op_dispatcher
 
 
 @functools.cache
 def register() -> None:
     """Teach the installed torch about ragged placements, once; refuse a torch that lacks what this needs."""
     check_torch()
-    _install_op_seams()
-    _install_movement_seams()
-    _install_local_tensor_seams()
-    _install_distribute_seam()
-    _install_random_factories()
-    _install_checkpoint_seams()
-    _install_staging_seam()
-    _install_full_state_seam()
+    for install in seams.installers:
+        install()
     torch.serialization.add_safe_globals(list(seams.safe_globals))
 
 
@@ -98,6 +98,7 @@ NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
             "_dispatch_fast_path_python_tail",
             "_dispatch_get_local_results_slow_path",
             "_propagate_op_sharding_dispatch_slow_path",
+            "redistribute_local_args",
             "sharding_propagator",
             "unwrap_to_op_info",
         ),
@@ -110,7 +111,8 @@ NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
             "op_to_schema_info_for_single_dim_strategy",
         ),
     ),
-    "DTensor": (DTensor, ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")),
+    "DTensor": (DTensor, ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__", "redistribute")),
+    "torch.distributed._state_dict_utils": (_state_dict_utils, ("_distribute_tensors",)),
 }
 
 
@@ -129,28 +131,83 @@ def check_torch(version: str = torch.__version__) -> None:
     )
 
 
-# --- ops
+# --- what is replaced
 
 
-def _install_op_seams() -> None:
-    """C++ asks Python on a cache miss: for a sharding, which it caches, or for the result itself.
+@dataclass(frozen=True)
+class Point:
+    """A function of torch's whose place ours can take: `path` leads to it from `holder`."""
 
-    The method that chooses a sharding (`propagate_op_sharding_non_cached`) is one step further: errors raised in there
-    lose their type, and it cannot return a result.
+    holder: Any
+    path: str
+
+    def replace(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put `make(stock)` where the function `stock` is."""
+        *outer, name = self.path.split(".")
+        owner = functools.reduce(getattr, outer, self.holder)
+        stock = getattr(owner, name)
+        ours = functools.wraps(stock)(make(stock))
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(ours) if is_static else ours)
+
+    def replace_everywhere(self, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """In every module that imported the function by its name, too; those not loaded yet will find ours."""
+        stock = getattr(self.holder, self.path)
+        ours = functools.wraps(stock)(make(stock))
+        for module in list(sys.modules.values()):
+            if isinstance(module, types.ModuleType) and vars(module).get(self.path) is stock:
+                setattr(module, self.path, ours)
+
+
+# C++ asks this one on a cache miss, for a sharding, which it caches, or for the result itself. The method that chooses
+# a sharding (`propagate_op_sharding_non_cached`) is one step further: errors raised in there lose their type, and it
+# cannot return a result.
+PROPAGATE = Point(_dispatcher, "_propagate_op_sharding_dispatch_slow_path")
+REDISTRIBUTE = Point(_DTensor, "redistribute")
+REDISTRIBUTE_LOCAL = Point(_redistribute, "redistribute_local_tensor")
+REDISTRIBUTE_BACKWARD = Point(_redistribute, "Redistribute.backward")
+TO_LOCAL_BACKWARD = Point(_api, "_ToTorchTensor.backward")
+GLOBAL_SHAPE = Point(_api, "compute_global_tensor_info")
+LOCAL_SHAPE = Point(_utils, "_compute_local_shape_and_global_offset")
+RANDOM_FACTORY = Point(_api, "_dtensor_init_helper")
+# The seams of `torch.distributed.checkpoint`: DCP's three questions to a DTensor, and full state dicts from rank 0.
+WRITE_ITEMS = Point(_DTensor, "__create_write_items__")
+CHUNK_LIST = Point(_DTensor, "__create_chunk_list__")
+TENSOR_SHARD = Point(_DTensor, "__get_tensor_shard__")
+FULL_STATE = Point(_state_dict_utils, "_distribute_tensors")
+
+
+def staging_point() -> Point | None:
+    """How `async_save` copies one tensor; None before torch 2.9's stager, or after it."""
+    try:
+        from torch.distributed.checkpoint import _state_dict_stager
+    except ImportError:
+        return None
+    return Point(_state_dict_stager, "StateDictStager._offload_tensor")
+
+
+def custom_handlers() -> dict[Any, Callable[..., Any]]:
+    """What torch asks before any sharding, per op; ours to change."""
+    return _dispatcher._custom_op_handlers  # type: ignore[no-any-return]
+
+
+def replace_distribute_tensor(lead: Callable[..., Any], **names: Any) -> None:
+    """Give torch's own `distribute_tensor` the code of `lead`, which finds `names` and `_stock` in torch's module.
+
+    Loaders hold the function under names bound before this package was imported, so the function object itself has to
+    change, and it calls nothing on the way that could be answered instead: its code is swapped, its identity, signature
+    and defaults stay.
     """
-    dispatcher = _DTensor._op_dispatcher
-    stock = dispatcher._propagate_op_sharding_dispatch_slow_path
+    function = _api.distribute_tensor
+    stock = types.FunctionType(
+        function.__code__, function.__globals__, "stock_distribute_tensor", function.__defaults__
+    )
+    stock.__kwdefaults__ = function.__kwdefaults__
+    function.__globals__["_ragged_dtensor"] = {**names, "stock": stock}
+    function.__code__ = lead.__code__
 
-    @functools.wraps(stock)
-    def answer(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info: Any, try_cache: bool) -> Any:
-        if any(seams.any_ragged(spec.placements) for spec in specs_of(op_info.schema)):
-            return seams.answer(op, args, kwargs, op_info)
-        return stock(op, args, kwargs, op_info, try_cache)
 
-    dispatcher._propagate_op_sharding_dispatch_slow_path = answer
-    for op, handler in dispatcher._custom_op_handlers.items():
-        if op not in SAFE_HANDLERS:
-            dispatcher._custom_op_handlers[op] = _guarded(handler)
+# --- ops
 
 
 def specs_of(schema: Any) -> list[DTensorSpec]:
@@ -159,23 +216,9 @@ def specs_of(schema: Any) -> list[DTensorSpec]:
     return [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
 
 
-def _guarded(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A handler of torch's, asked before any sharding, that leaves ragged operands to us."""
-
-    @functools.wraps(stock)
-    def handle(op: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-        op_info = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs)
-        if not any(seams.any_ragged(spec.placements) for spec in specs_of(op_info.schema)):
-            return stock(op, args, kwargs)
-        result = seams.answer(op, args, kwargs, op_info)
-        return run(op, args, kwargs, op_info, result) if isinstance(result, OutputSharding) else result
-
-    return handle
-
-
 def run(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info: Any, sharding: OutputSharding) -> Any:
     """Carry out an op under `sharding` as torch would, without leaving the sharding in its cache."""
-    dispatcher = DTensor._op_dispatcher
+    dispatcher = _dispatcher
     op_info.output_sharding = sharding
     local = dispatcher._dispatch_get_local_results_slow_path(op, args, op_info)
     mesh = op_info.compute_mesh
@@ -193,6 +236,11 @@ def wrap(op: Any, args: tuple[object, ...], kwargs: dict[str, object], local: An
     """Local results (tensors, or lists of them) as DTensors of `spec`; views keep their base."""
     result = _wrap(local, spec)
     return return_and_correct_aliasing(op, args, kwargs, result) if op._schema._is_view_op() else result  # type: ignore[no-untyped-call]
+
+
+def info_of(op: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    """The op's arguments as torch sees them: specs, local tensors, and the mesh."""
+    return _dispatcher.unwrap_to_op_info(op, args, kwargs)
 
 
 def _wrap(local: Any, spec: Any) -> Any:
@@ -213,7 +261,7 @@ def local_arguments(op_info: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def redistribute_arguments(op_info: Any, schema: OpSchema) -> None:
     """Bring the local arguments to the specs of `schema`."""
-    DTensor._op_dispatcher.redistribute_local_args(op_info, schema, False)
+    _dispatcher.redistribute_local_args(op_info, schema, False)
 
 
 def is_tracing() -> bool:
@@ -228,12 +276,28 @@ def norm_partial(order: float) -> Placement:
 
 def first_hashed_argument(op: Any) -> int | None:
     """The position from which on torch's cache tells calls with different numbers apart; None where it has no rule."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    # Most pointwise ops are in the second table.
-    for table in (propagator.op_to_schema_info_for_single_dim_strategy, propagator.op_to_schema_info):
-        if op in table:
-            return int(table[op].static_argnum)
-    return None
+    infos = _schema_infos(op)
+    return int(infos[0].static_argnum) if infos else None
+
+
+def hashed_keywords(op: Any) -> set[str]:
+    """The keywords of which torch's cache tells calls with different values apart."""
+    infos = _schema_infos(op)
+    return set(infos[0].static_kwargkey or ()) if infos else set()
+
+
+def hash_keywords(op: Any, names: Sequence[str]) -> None:
+    """Have torch's cache tell calls apart that differ in these keywords, for stock tensors too."""
+    for info in _schema_infos(op):
+        known = info.static_kwargkey or []
+        info.static_kwargkey = [*known, *(name for name in names if name not in known)]
+
+
+def _schema_infos(op: Any) -> list[Any]:
+    """What torch's cache looks at; the first counts. Most pointwise ops are in the second table only."""
+    propagator = _dispatcher.sharding_propagator
+    tables = (propagator.op_to_schema_info, propagator.op_to_schema_info_for_single_dim_strategy)
+    return [table[op] for table in tables if op in table]
 
 
 def decompose(op: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
@@ -244,123 +308,13 @@ def decompose(op: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> A
     return op.decompose(*args, **kwargs)
 
 
-# These two look at the shape or at the local memory alone and are right for any placement.
-SAFE_HANDLERS = {torch.ops.aten.is_same_size.default, torch.ops.aten.is_pinned.default}
-
-
 def propagate_tensor_meta(op_schema: OpSchema) -> TensorMeta | Sequence[TensorMeta | None] | None:
     """Global shape, stride and dtype of the op's results, by running it on fake full tensors."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    return propagator._propagate_tensor_meta_non_cached(op_schema)
+    propagator = _dispatcher.sharding_propagator
+    return propagator._propagate_tensor_meta_non_cached(op_schema)  # type: ignore[no-any-return]
 
 
-# --- movement
-
-
-def _install_movement_seams() -> None:
-    stock = _redistribute.redistribute_local_tensor
-
-    @functools.wraps(stock)
-    def redistribute_local_tensor(
-        local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any
-    ) -> torch.Tensor:
-        if seams.any_ragged(current_spec.placements) or seams.any_ragged(target_spec.placements):
-            async_op = options.get("async_op", False)
-            return seams.redistribute(local_tensor, current_spec, target_spec, async_op=async_op)
-        return stock(local_tensor, current_spec, target_spec, **options)  # type: ignore[no-any-return]
-
-    _replace_everywhere("redistribute_local_tensor", stock, redistribute_local_tensor)
-    _install_gradient_of_partial()
-
-
-def _replace_everywhere(name: str, stock: Any, ours: Any) -> None:
-    """In every module that imported it by name; those not loaded yet will find ours where torch defines it."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType) and vars(module).get(name) is stock:
-            setattr(module, name, ours)
-
-
-def _install_gradient_of_partial() -> None:
-    """The gradient of Partial -> Ragged is Replicate, as torch has it for Partial -> Shard."""
-    stock = _redistribute.Redistribute.backward
-
-    def backward(ctx: Any, grad_output: DTensor) -> Any:
-        spec = ctx.current_spec
-        pairs = zip(grad_output.placements, spec.placements, strict=True)
-        placements = tuple(
-            Replicate() if seams.is_ragged(grad) and source.is_partial() else source for grad, source in pairs
-        )
-        if placements != spec.placements:
-            ctx.current_spec = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
-        return stock(ctx, grad_output)
-
-    _redistribute.Redistribute.backward = staticmethod(backward)
-
-
-# --- local tensors
-
-
-def _install_local_tensor_seams() -> None:
-    _install_to_local_gradient()
-    _install_global_shape()
-    _install_local_shape()
-
-
-def _install_to_local_gradient() -> None:
-    """A local gradient becomes a DTensor of the full tensor's shape and stride, which a flat cut cannot tell."""
-    stock = _api._ToTorchTensor.backward
-
-    def backward(ctx: Any, grad_output: torch.Tensor | None) -> tuple[DTensor | None, None]:
-        spec = ctx.dtensor_spec
-        if grad_output is None or not seams.any_ragged((*spec.placements, *(ctx.grad_placements or ()))):
-            return stock(ctx, grad_output)  # type: ignore[no-any-return]
-        placements = ctx.grad_placements or [Replicate() if p.is_partial() else p for p in spec.placements]
-        shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
-        return DTensor.from_local(grad_output.contiguous(), spec.mesh, placements, shape=shape, stride=stride), None
-
-    _api._ToTorchTensor.backward = staticmethod(backward)
-
-
-def _install_global_shape() -> None:
-    """`DTensor.from_local` without a shape asks C++, which refuses an unknown placement."""
-    stock = _api.compute_global_tensor_info
-
-    def compute_global_tensor_info(
-        tensor: torch.Tensor, mesh: Any, placements: Sequence[Placement]
-    ) -> tuple[list[int], list[int]]:
-        if not seams.any_ragged(placements):
-            return stock(tensor, mesh, placements)  # type: ignore[no-any-return]
-        shape = seams.global_shape(tensor, mesh, placements)
-        return list(shape), list(contiguous_stride(shape))
-
-    _api.compute_global_tensor_info = compute_global_tensor_info
-
-
-def _install_local_shape() -> None:
-    """Factories, loaders and checkpoints ask for a box per rank and would take a ragged shard for a replica."""
-    stock = _utils._compute_local_shape_and_global_offset
-
-    @functools.wraps(stock)
-    def compute(
-        global_shape: Any,
-        mesh_shape: Any,
-        my_coordinate: Any,
-        placements: Sequence[Placement],
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if not seams.any_ragged(placements):
-            return stock(global_shape, mesh_shape, my_coordinate, placements, *args, **kwargs)
-        if not (args[0] if args else kwargs.get("skip_offset", False)):
-            raise RaggedShardError(
-                f"A shard of {tuple(placements)} is not one box of the full tensor, so it has no single offset. "
-                "Ask ragged_dtensor.ownership.piece_of(...).boxes(), or redistribute first."
-            )
-        lookup = my_coordinate.__getitem__ if isinstance(my_coordinate, list | tuple) else my_coordinate
-        coordinate = [lookup(axis) for axis in range(len(placements))]
-        return seams.local_shape(tuple(global_shape), placements, tuple(mesh_shape), coordinate), ()
-
-    _replace_everywhere("_compute_local_shape_and_global_offset", stock, compute)
+# --- tensors
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -378,115 +332,13 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return local
 
 
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    return tensor._spec
+
+
 def new_dtensor(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> DTensor:
     """A DTensor around `local` itself, as torch's own op rules build it: no autograd between the two."""
     return _DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-any-return]
-
-
-# --- distribute_tensor
-
-
-def _install_distribute_seam() -> None:
-    """Lead torch's own `distribute_tensor` to ours when a placement is ragged.
-
-    Loaders hold it under names bound before this package was imported, so the function object itself has to change, and
-    it calls nothing on the way that could be answered instead: its code is swapped, its identity, signature and
-    defaults stay.
-    """
-    function = _api.distribute_tensor
-    stock = types.FunctionType(
-        function.__code__, function.__globals__, "stock_distribute_tensor", function.__defaults__
-    )
-    stock.__kwdefaults__ = function.__kwdefaults__
-    function.__globals__["_ragged_dtensor"] = (seams, stock)
-    function.__code__ = _lead.__code__
-
-
-def _lead(
-    tensor: Any, device_mesh: Any = None, placements: Any = None, *, src_data_rank: int | None = 0
-) -> Any:  # pragma: no cover - only its code is used, with the globals of torch's module
-    seams, stock = _ragged_dtensor  # type: ignore[name-defined]  # noqa: F821
-    if seams.any_ragged(placements):
-        return seams.distribute(tensor, device_mesh, placements, src_data_rank=src_data_rank)
-    return stock(tensor, device_mesh, placements, src_data_rank=src_data_rank)
-
-
-def _install_random_factories() -> None:
-    """`torch.distributed.tensor.rand` and `randn` would draw from the state of each rank."""
-    stock = _api._dtensor_init_helper
-    fill = {torch.rand: torch.Tensor.uniform_, torch.randn: torch.Tensor.normal_}
-
-    @functools.wraps(stock)
-    def init(init_op: Any, size: torch.Size, *args: Any, requires_grad: bool = False, **kwargs: Any) -> DTensor:
-        placements = args[1] if len(args) > 1 else kwargs.get("placements")
-        if init_op not in fill or not seams.any_ragged(placements):
-            return stock(init_op, size, *args, requires_grad=requires_grad, **kwargs)  # type: ignore[no-any-return]
-        empty: DTensor = stock(torch.empty, size, *args, requires_grad=False, **kwargs)
-        return fill[init_op](empty).requires_grad_(requires_grad)  # type: ignore[return-value]
-
-    _api._dtensor_init_helper = init
-
-
-# --- checkpoints
-
-
-def _install_checkpoint_seams() -> None:
-    """DCP's three questions; its default answers would say that every rank holds the whole tensor."""
-
-    def lead(name: str, ours: Callable[..., Any]) -> None:
-        stock = getattr(DTensor, name)
-
-        @functools.wraps(stock)
-        def method(self: DTensor, *args: Any) -> Any:
-            return ours(self, *args) if seams.any_ragged(self.placements) else stock(self, *args)
-
-        setattr(DTensor, name, method)
-
-    lead("__create_write_items__", lambda self, fqn, object: seams.write_items(self, fqn))
-    lead("__create_chunk_list__", lambda self: seams.chunk_list(self))
-    lead("__get_tensor_shard__", lambda self, index: seams.tensor_shard(self, index))
-
-
-def _install_staging_seam() -> None:
-    """`async_save` takes a DTensor whose shard begins inside a buffer for a plain tensor: its data_ptr() is not 0."""
-    try:
-        # Private, since torch 2.9; `torch.distributed.checkpoint.async_save` stages through it.
-        from torch.distributed.checkpoint import _state_dict_stager
-    except ImportError:
-        return
-    stager = _state_dict_stager.StateDictStager
-    stock = stager._offload_tensor
-
-    @functools.wraps(stock)
-    def offload(self: Any, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> torch.Tensor:
-        if not isinstance(x, DTensor) or not seams.any_ragged(x.placements):
-            return stock(self, x, memo, non_blocking=non_blocking)  # type: ignore[no-any-return, no-untyped-call]
-        local = self.deepcopy_with_tensor_offload(local_of(x), memo, non_blocking=non_blocking)
-        memo[id(x)] = staged = new_dtensor(local, x._spec, requires_grad=False)
-        return staged
-
-    stager._offload_tensor = offload  # type: ignore[method-assign]
-
-
-def _install_full_state_seam() -> None:
-    """Full state dicts broadcast from rank 0 are sliced by one box per rank, which a ragged shard is not."""
-    # Private since torch 2.3; `torch.distributed.checkpoint.state_dict` goes through it.
-    from torch.distributed import _state_dict_utils
-
-    stock = _state_dict_utils._distribute_tensors
-
-    @functools.wraps(stock)
-    def distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], *args: Any, **kwargs: Any) -> None:
-        others = []
-        for key in keys:
-            found = local_state_dict.get(key)
-            if isinstance(found, tuple) and seams.any_ragged(found[0].placements):
-                local_state_dict[key] = seams.place_full(*found)
-            else:
-                others.append(key)
-        stock(local_state_dict, others, *args, **kwargs)
-
-    _state_dict_utils._distribute_tensors = distribute_tensors
 
 
 # --- collectives

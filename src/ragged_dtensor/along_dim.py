@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.distributed.tensor.placement_types import Replicate
 
+from ragged_dtensor._torch import OutputSharding
 from ragged_dtensor.elementwise import num_flat_or_none
 from ragged_dtensor.op_call import Answer, Local, OpCall, refusal, spec_like
 from ragged_dtensor.placement import RaggedShard
@@ -39,9 +40,12 @@ def along_dim(call: OpCall) -> Answer:
     if any(operand.spec.placements != call.spec.placements for operand in call.operands):
         raise refusal(call, "its operands are placed differently")
     specs = tuple(spec_like(call.spec, call.spec.placements, meta) for meta in call.metas)
+    spec = specs[0] if len(specs) == 1 else specs
+    if flat < 2:
+        return OutputSharding(spec)  # local dims have the names of full ones
     position = next(i for i, argument in enumerate(call.op._schema.arguments) if argument.name == "dim")
     compute = functools.partial(_along, call.op, position, dim - flat + 1)
-    return Local(specs[0] if len(specs) == 1 else specs, compute)
+    return Local(spec, compute)
 
 
 def _along(op: Any, position: int, dim: int, /, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,6 @@ from ragged_dtensor.op_call import (
     Where,
     num_flat,
     refusal,
-    replicated,
     spec_like,
 )
 from ragged_dtensor.slicing import local_part
@@ -282,22 +281,3 @@ SAME_LAYOUT = {
     "ones_like",
     "zeros_like",
 }
-
-
-def new_tensor(call: OpCall) -> Answer:
-    """`x.new_zeros(size)`: cut like x if it has the shape of x, otherwise whole on every rank, as torch does it."""
-    meta = call.metas[0]
-    if tuple(meta.shape) != tuple(call.spec.shape):
-        return Local(spec_like(call.spec, replicated(call.mesh), meta), call.op)
-    if tuple(meta.stride) != _torch.contiguous_stride(meta.shape):
-        raise refusal(call, f"stride {tuple(meta.stride)}", "Ragged tensors are contiguous.")
-    return Local(spec_like(call.spec, call.spec.placements, meta), functools.partial(_new_local, call.op))
-
-
-def _new_local(op: Any, local: torch.Tensor, size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if op is aten.new_empty_strided.default:
-        return op(local, local.shape, _torch.contiguous_stride(local.shape), *args[1:], **kwargs)  # type: ignore[no-any-return]
-    return op(local, local.shape, *args, **kwargs)  # type: ignore[no-any-return]
-
-
-NEW_TENSOR = {"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"}

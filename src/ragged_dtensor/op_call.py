@@ -204,7 +204,17 @@ def refusal(call: OpCall, reason: str = "", remedy: str = "") -> UnsupportedOpEr
 
 
 # Where orthogonal_, dirac_, sparse_, eye_ and initialisers like them first touch single elements or whole matrices.
-OPS_OF_INITIALISERS = {"_index_put_impl_", "eye", "index_put_", "linalg_qr", "select", "slice", "t_", "transpose_"}
+OPS_OF_INITIALISERS = {
+    "_index_put_impl_",
+    "eye",
+    "index_put_",
+    "linalg_qr",
+    "new_empty",
+    "select",
+    "slice",
+    "t_",
+    "transpose_",
+}
 INIT_HINT = " To initialise it, call ragged_dtensor.init_full(tensor, fn), for instance fn=torch.nn.init.orthogonal_."
 
 

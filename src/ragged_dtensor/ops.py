@@ -12,15 +12,14 @@ from ragged_dtensor import _torch
 from ragged_dtensor._torch import OutputSharding
 from ragged_dtensor.along_dim import ALONG_ONE_DIM, along_dim
 from ragged_dtensor.elementwise import (
-    NEW_TENSOR,
     SAME_LAYOUT,
     elementwise,
     elementwise_on_lists,
     is_elementwise,
     is_elementwise_on_lists,
-    new_tensor,
     same_layout,
 )
+from ragged_dtensor.new_tensor import NEW_TENSOR, new_tensor
 from ragged_dtensor.op_call import Answer, Local, OpCall, is_participating, refusal
 from ragged_dtensor.random import RANDOM, random
 from ragged_dtensor.reductions import FOREACH_REDUCTIONS, REDUCTIONS, reduced, reduced_lists
@@ -109,16 +108,21 @@ _answers = Answers()
 
 
 def _may_be_cached(call: OpCall, rule: Rule) -> bool:
-    """Whether torch's cache tells all calls apart whose answers differ: numbers may decide the result's dtype."""
+    """Whether torch's cache tells all calls apart whose answers differ: numbers may decide dtypes, dims and sizes."""
     tensors = {operand.where[0] for operand in call.operands}
     numbers = [i for i in range(len(call.schema.args_schema)) if i not in tensors]
-    if call.is_inplace or not (numbers or set(call.schema.kwargs_schema) - tensors):
+    is_elementwise_rule = rule in (elementwise, elementwise_on_lists, same_layout)
+    if call.is_inplace or (is_elementwise_rule and not (numbers or set(call.schema.kwargs_schema) - tensors)):
         return True
     hashed = _torch.first_hashed_argument(call.op)
     if hashed is None:
         return False
-    is_decided = rule is same_layout or all(operand.dtype.is_floating_point for operand in call.operands)
-    return is_decided or hashed <= min(numbers, default=0)
+    are_hashed = hashed <= min(numbers, default=hashed)
+    if is_elementwise_rule:
+        is_floating = all(operand.dtype.is_floating_point for operand in call.operands)
+        return rule is same_layout or is_floating or are_hashed
+    keywords = {argument.name for argument in call.op._schema.arguments if argument.kwarg_only}
+    return are_hashed and keywords <= _torch.hashed_keywords(call.op)
 
 
 def _run_local(call: OpCall, found: Local) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ragged_dtensor._torch import DTensorSpec, TensorMeta
+from ragged_dtensor._torch import DTensorSpec, OutputSharding, TensorMeta
 from ragged_dtensor.along_dim import along_dim
 from ragged_dtensor.contributions import (
     Kind,
@@ -53,6 +53,9 @@ REDUCTIONS = {
     "prod",
     "sum",
 }
+
+# Of which the ranks' results add up, as they are, to that of the whole.
+LINEAR = {"nansum", "sum"}
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,10 @@ def reduced(call: OpCall) -> Answer:
     partial = kind.partial if math.prod(meta.shape) > 1 else None
     placements = [extent.result_placement(p, partial or Replicate()) for p in call.spec.placements]
     spec = spec_like(call.spec, placements, meta)
-    # Never left to torch's cache, which does not tell x.sum(0) from x.sum(0, dtype=torch.float64).
-    axes = () if partial is not None else reduced_axes(call.spec, extent)
+    axes = reduced_axes(call.spec, extent)
+    if extent.flat == 1 and (not axes or (partial is not None and call.name in LINEAR)):
+        return OutputSharding(spec)  # with one flat dim, the op itself does it: local dims have the names of full ones
+    axes = () if partial is not None else axes
     return Local(spec, functools.partial(_compute, kind, extent, call.mesh, axes, meta.dtype))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +27,7 @@ class Seams:
     distribute(tensor, mesh, placements, *, src_data_rank) -> a new DTensor
     answer(op, args, kwargs, op_info) -> an OutputSharding with tensor meta, which torch caches and carries out, or
         anything else: the op's result
+    installers: called once, when the first RaggedShard is built, to lead torch here
     safe_globals: what `torch.load(weights_only=True)` may call to rebuild a placement
     write_items(dtensor, fqn), chunk_list(dtensor), tensor_shard(dtensor, index): DCP's three questions
     place_full(dtensor, full) -> the DTensor with the values of a full tensor that every rank holds
@@ -43,6 +44,7 @@ class Seams:
     tensor_shard: Callable[..., torch.Tensor] = _unfilled
     place_full: Callable[..., DTensor] = _unfilled
     safe_globals: tuple[Any, ...] = ()
+    installers: list[Callable[[], None]] = field(default_factory=list)
 
     def any_ragged(self, placements: Sequence[object] | None) -> bool:
         return any(map(self.is_ragged, placements or ()))

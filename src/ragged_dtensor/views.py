@@ -12,9 +12,23 @@ from typing import Any
 
 import torch
 
+from ragged_dtensor._torch import OpSchema, OutputSharding
 from ragged_dtensor.elementwise import num_flat_or_none
-from ragged_dtensor.op_call import Answer, Local, OpCall, Placements, dtype_of, num_flat, refusal, spec_like
+from ragged_dtensor.op_call import (
+    Answer,
+    Local,
+    OpCall,
+    Placements,
+    dtype_of,
+    is_participating,
+    num_flat,
+    refusal,
+    spec_like,
+)
+from ragged_dtensor.ownership import local_piece
 from ragged_dtensor.placement import RaggedShard, StridedRaggedShard
+
+aten = torch.ops.aten
 
 Shape = tuple[int, ...]
 
@@ -30,6 +44,9 @@ RESHAPES = {
     "view_copy",
 }
 
+# Of which torch replaces the sizes by those of a schema.
+TAKES_SIZES = {aten.view.default, aten._unsafe_view.default}
+
 
 def reshaped(call: OpCall) -> Answer:
     """A view in memory order: view, squeeze, unsqueeze, flatten."""
@@ -37,6 +54,11 @@ def reshaped(call: OpCall) -> Answer:
     if meta.dtype == dtype_of(call.spec) and meta.shape == call.spec.shape:
         return Local(spec_like(call.spec, call.spec.placements, meta), _alias)
     placements = reshaped_placements(call, tuple(call.spec.shape), tuple(meta.shape))
+    if call.op in TAKES_SIZES and is_participating(call.mesh):
+        sizes = local_piece(meta.shape, placements, call.mesh).local_shape
+        schema = OpSchema(call.op, (call.spec, list(sizes)), {}, schema_info=call.schema.schema_info)
+        spec = spec_like(call.spec, placements, meta)
+        return OutputSharding(spec, schema, needs_redistribute=True, use_val_from_redistribute_schema=True)
     trailing = tuple(meta.shape[num_flat(placements) :])
     if meta.dtype != dtype_of(call.spec):  # x.view(torch.int32): bits under another name
         if tuple(meta.shape) != tuple(call.spec.shape):

@@ -216,13 +216,23 @@ def test_raw_calls_of_whole_matrix_initialisers_name_init_full() -> None:
     for shape, fn in [
         ((6, 4), nn.init.orthogonal_),
         ((4, 6), nn.init.orthogonal_),
+        ((6, 4, 3), nn.init.orthogonal_),
+        ((4, 6, 3), nn.init.orthogonal_),
+        ((6, 4, 1, 1), nn.init.orthogonal_),
+        ((2, 3, 2, 2, 2), nn.init.orthogonal_),
         ((6, 4, 3), nn.init.dirac_),
+        ((6, 4, 3, 3), nn.init.dirac_),
+        ((6, 4, 1, 1, 1), lambda t: nn.init.dirac_(t, groups=2)),
         ((6, 4), lambda t: nn.init.sparse_(t, 0.5)),
         ((6, 4), nn.init.eye_),
     ]:
-        size = shape[0] * shape[1] * (shape[2] if len(shape) > 2 else 1)
-        for placement in [RaggedShard((0,), (1, 1)), RaggedShard(tuple(range(len(shape))), (1, size - 1))]:
-            sharded = distribute_tensor(torch.zeros(shape), mesh_of(), [placement])
+        flat = RaggedShard(tuple(range(len(shape))), (1, math.prod(shape) - 1))
+        for mesh, placements in [
+            (mesh_of(), [RaggedShard((0,), (1, 1))]),
+            (mesh_of(), [flat]),
+            (mesh_of(2, 1), [RaggedShard((0,), (1, 1)), Shard(1)]),
+        ]:
+            sharded = distribute_tensor(torch.zeros(shape), mesh, placements)
             with pytest.raises(UnsupportedOpError, match=r"init_full\(tensor, fn\)"):
                 fn(sharded)
 

@@ -220,8 +220,18 @@ def test_a_local_tensor_of_another_size_is_refused() -> None:
 @ranks(2)
 def test_what_is_impossible_raises_naming_both_placements() -> None:
     x = placed(numbered((4, 3)), line(), [RaggedShard((0,), (1, 1))])
-    with pytest.raises(RuntimeError, match="Partial"):
-        x.redistribute(placements=[Partial()])
+    for target in (Partial(), Partial("max")):
+        with pytest.raises(
+            UnsupportedTransitionError, match=r"no way from \(RaggedShard.*\) to \(Partial.*Replicate\(\)"
+        ):
+            x.redistribute(placements=[target])
+    grid = init_device_mesh("cpu", (2, 1))
+    y = distribute_tensor(numbered((4, 3)), grid, [Replicate(), RaggedShard((0,), (1,))])
+    with pytest.raises(UnsupportedTransitionError, match=r"no way from \(Replicate.*RaggedShard.*to \(Partial.*Ragged"):
+        y.redistribute(placements=[Partial(), y.placements[1]])
+    replica = distribute_tensor(numbered((4, 3)), grid, [Replicate(), Replicate()])
+    with pytest.raises(UnsupportedTransitionError, match=r"to \(Partial.*Ragged"):
+        replica.redistribute(placements=[Partial(), y.placements[1]])
     with pytest.raises(LayoutError, match="4 rows do not split into 3 units"):
         x.redistribute(placements=[RaggedShard((0,), (1, 2))])
     other = init_device_mesh("cpu", (1, 2))

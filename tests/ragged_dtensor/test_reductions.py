@@ -343,3 +343,37 @@ def test_arguments_that_torch_does_not_hash_still_count() -> None:
             )
         for factor in [2, 2.5]:
             assert_same(torch._foreach_mul([numbers], factor)[0], (full * 9).long() * factor)
+
+
+@ranks(3, timeout_s=300)
+def test_reductions_of_rows_are_cached_by_dim_dtype_and_keepdim() -> None:
+    mesh, full = mesh_of(), torch.randn(6, 4, 2)
+    x = place(full, mesh, ROWS)
+    for _ in range(2):
+        for dim, keepdim, dtype in itertools.product(
+            [1, 2, -1, (1, 2), 0, (0, 2)], [False, True], [None, torch.float64]
+        ):
+            assert_same(x.sum(dim, keepdim=keepdim, dtype=dtype), full.sum(dim, keepdim=keepdim, dtype=dtype))
+            assert_same(x.mean(dim, keepdim=keepdim, dtype=dtype), full.mean(dim, keepdim=keepdim, dtype=dtype))
+        for dim in [1, 2, -1]:
+            assert_same(x.prod(dim, dtype=torch.float64), full.prod(dim, dtype=torch.float64))
+            assert_same(x.prod(dim), full.prod(dim))
+            assert_same(torch.cumsum(x, dim, dtype=torch.float64), torch.cumsum(full, dim, dtype=torch.float64))
+            assert_same(torch.cumsum(x, dim), torch.cumsum(full, dim))
+
+
+@ranks(2)
+def test_no_cached_answer_lets_another_memory_format_through() -> None:
+    x = place(torch.randn(8, 3, 2, 2), mesh_of(), RaggedShard((0,), (1, 3)))
+    for op in [
+        lambda t, **k: t.to(torch.float64, **k),
+        lambda t, **k: t.clone(**k),
+        lambda t, **k: torch.empty_like(t, **k),
+        lambda t, **k: torch.zeros_like(t, **k),
+        lambda t, **k: torch.full_like(t, 2.0, **k),
+        lambda t, **k: torch.ones_like(t, **k),
+    ]:
+        for _ in range(2):
+            assert op(x).to_local().is_contiguous()
+            with pytest.raises(UnsupportedOpError, match=r"channels_last\. Ragged tensors are contiguous"):
+                op(x, memory_format=torch.channels_last)
