@@ -146,8 +146,11 @@ def _run_task(
 ) -> tuple[str, str]:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     try:
+        # It holds meshes of the last run that equal those of this one, and whose process groups are gone.
+        _clear_sharding_prop_cache()
         store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=TIMEOUT_S / 2)

@@ -137,7 +137,7 @@ def flattened(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
 
 
 def regrouped(mesh: DeviceMesh, num_ranks: int) -> DeviceMesh:
-    """A 1-D mesh as (groups, neighbours in groups of `num_ranks`), made with the other slices of its root mesh (2.9)."""
+    """A 1-D mesh as (groups, neighbours in groups of `num_ranks`), made as slices of its root mesh are (2.9)."""
     name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "shard"
     sizes = mesh.size() // num_ranks, num_ranks
     names = f"{name}_groups_of_{num_ranks}", f"{name}_in_groups_of_{num_ranks}"

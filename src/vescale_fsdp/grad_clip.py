@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,13 @@ from . import _torch
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
 
-Axes = tuple[tuple[int, ...], ...]
-"""The ranks of each process group over which a tensor is cut: what its norm has to be summed over."""
+
+@dataclass(frozen=True)
+class _Cut:
+    """A tensor's part on this rank, and the process groups over whose ranks the tensor is cut."""
+
+    local: torch.Tensor
+    groups: tuple[dist.ProcessGroup, ...]
 
 
 def clip_grad_norm_(
@@ -28,11 +34,14 @@ def clip_grad_norm_(
     """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, a plain tensor.
 
     The norm is that of all parameters together, each counted once however often it is replicated, and the same on every
-    rank. With `error_if_nonfinite`, every rank raises before any gradient changes. Costs one small all-reduce per axis.
+    rank. With `error_if_nonfinite`, every rank raises before any gradient changes. Costs one small all-reduce for each
+    process group over which anything is cut, also where a parameter has no gradient on this rank alone.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [param.grad for param in given if param.grad is not None]
-    total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    # Parameters without a gradient count too: other ranks may have one, and wait for this rank.
+    cuts = [_cut_of_grad(param) for param in given if param.requires_grad or param.grad is not None]
+    total = _total_norm(cuts, float(norm_type), error_if_nonfinite)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     with torch.no_grad():
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
@@ -50,16 +59,42 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """The norm of all tensors together, equal on every rank that holds a part of them."""
+    """The norm of all tensors together, equal on every rank; all ranks give the same list, each with its parts."""
     given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    norm_type = float(norm_type)
-    by_axes: dict[Axes, list[torch.Tensor]] = defaultdict(list)
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for tensor in given:
-        by_axes[_axes(tensor, groups)].append(_local(tensor))
+    return _total_norm([_cut_of(tensor) for tensor in given], float(norm_type), error_if_nonfinite)
+
+
+def _cut_of_grad(param: torch.Tensor) -> _Cut:
+    """Nothing, cut as the parameter is, where it has no gradient."""
+    if param.grad is not None:
+        return _cut_of(param.grad)
+    cut = _cut_of(param)
+    return _Cut(cut.local.new_empty(0), cut.groups)
+
+
+def _cut_of(tensor: torch.Tensor) -> _Cut:
+    if not isinstance(tensor, DTensor):
+        return _Cut(tensor.detach(), ())
+    groups = []
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise NotImplementedError(
+                f"a gradient with placements {tensor.placements} is unreduced; redistribute it first"
+            )
+        if not isinstance(placement, Replicate) and tensor.device_mesh.size(axis) > 1:
+            groups.append(tensor.device_mesh.get_group(axis))
+    return _Cut(_local(tensor), tuple(groups))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return _torch.local_of(tensor).detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _total_norm(cuts: Sequence[_Cut], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    if not cuts:
+        return torch.tensor(0.0)
     with torch.no_grad():
-        parts = [_reduced(by_axes[axes], [groups[ranks] for ranks in axes], norm_type) for axes in sorted(by_axes)]
-        total = _combined(parts, norm_type)
+        total = _summed(cuts, norm_type)
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is {total.item()}, so it cannot be clipped to. No "
@@ -68,46 +103,40 @@ def get_total_norm(
     return total
 
 
-def _axes(tensor: torch.Tensor, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> Axes:
-    """The rank sets over which `tensor` is cut; `groups` learns the process group of each."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    axes = []
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate) or tensor.device_mesh.size(axis) == 1:
-            continue
-        if placement.is_partial():
-            raise NotImplementedError(
-                f"a gradient with placements {tensor.placements} is unreduced; redistribute it first"
-            )
-        group = tensor.device_mesh.get_group(axis)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        groups[ranks] = group
-        axes.append(ranks)
-    return tuple(axes)
+def _summed(cuts: Sequence[_Cut], norm_type: float) -> torch.Tensor:
+    """Sum of |x|^p (for p = inf: the maximum) of what is cut alike, over the ranks that it is cut over; then of all.
+
+    Groups are taken in the order in which tensors name them, which is the same on all ranks; their ranks are not.
+    """
+    alike: dict[tuple[str, ...], list[_Cut]] = defaultdict(list)
+    for cut in cuts:
+        alike[tuple(group.group_name for group in cut.groups)].append(cut)
+    device = cuts[0].local.device
+    parts = torch.stack([_powers([cut.local for cut in each], norm_type).to(device) for each in alike.values()])
+    groups = {group.group_name: group for cut in cuts for group in cut.groups}
+    for name, group in groups.items():
+        cut_there = torch.tensor([name in names for names in alike], device=device)
+        parts[cut_there] = _all_reduced(parts[cut_there], group, norm_type)
+    total = parts.max() if math.isinf(norm_type) else parts.sum().pow(1 / norm_type)
+    return total.to(torch.float32)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+def _all_reduced(parts: torch.Tensor, group: dist.ProcessGroup, norm_type: float) -> torch.Tensor:
+    if not math.isinf(norm_type):
+        dist.all_reduce(parts, dist.ReduceOp.SUM, group=group)
+        return parts
+    # Which of a number and NaN is the greater depends on the backend, and on their order.
+    is_nan = parts.isnan()
+    both = torch.stack([parts.masked_fill(is_nan, 0.0), is_nan.to(parts.dtype)])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def _reduced(tensors: Sequence[torch.Tensor], groups: Sequence[dist.ProcessGroup], norm_type: float) -> torch.Tensor:
-    """Sum of |x|^p (for p = inf: the maximum) over the tensors' parts on all ranks of the groups."""
+def _powers(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Of this rank's parts, in float64."""
     filled = [tensor for tensor in tensors if tensor.numel() > 0]
     device = tensors[0].device
-    if filled:
-        norms = torch.stack([norm.to(device, torch.float64) for norm in _torch.foreach_norm(filled, norm_type)])
-    else:
-        norms = torch.zeros(1, dtype=torch.float64, device=device)
-    part = norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
-    for group in groups:
-        dist.all_reduce(part, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
-    return part
-
-
-def _combined(parts: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    if not parts:
-        return torch.tensor(0.0)
-    stacked = torch.stack([part.to(parts[0].device) for part in parts])
-    total = stacked.max() if math.isinf(norm_type) else stacked.sum().pow(1 / norm_type)
-    return total.to(torch.float32)
+    if not filled:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack([norm.to(device, torch.float64) for norm in _torch.foreach_norm(filled, norm_type)])
+    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()

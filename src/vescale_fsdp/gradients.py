@@ -8,6 +8,7 @@ import torch
 
 from . import _torch
 from .buffer import DBuffer
+from .home import Home
 from .layout import Layout
 
 __all__ = ["Gradients"]
@@ -20,12 +21,11 @@ class Gradients:
     that at most two of parameters, gradients and reduction input are alive at a time.
     """
 
-    def __init__(
-        self, layout: Layout, shapes: Sequence[torch.Size], *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        numels = [shape.numel() for shape in shapes]
+    def __init__(self, layout: Layout, homes: Sequence[Home], *, dtype: torch.dtype, device: torch.device) -> None:
+        self._homes = homes
+        numels = [home.shape.numel() for home in homes]
         self.whole = DBuffer.whole(layout, numels, dtype=dtype, device=device)
-        self._slots = [self.whole.view(i).view(shape) for i, shape in enumerate(shapes)]
+        self._slots = [self.whole.view(i).view(home.shape) for i, home in enumerate(homes)]
         self.filled = [False] * len(self._slots)
         self.whole.free()
 
@@ -36,6 +36,7 @@ class Gradients:
             grad = param.grad
             if grad is None:
                 continue
+            grad = self._homes[i].local_gradient(grad, self.whole.dtype)
             self.whole.alloc()
             slot = self._slots[i]
             if self.filled[i]:

@@ -268,13 +268,13 @@ class ParamGroup:
         return self._whole
 
     def _make_unsharded(self) -> list[nn.Parameter]:
-        """Plain parameters that view the gathered buffer; made once, since autograd keeps references to them."""
+        """Parameters as they were given, views of the gathered buffer; made once, since autograd keeps references."""
         buffer = self.shards.buffer if self.views_shard else self._whole_buffer()
         unsharded = []
         with torch.inference_mode(False), torch.no_grad():
             for i, sharded in enumerate(self.shards.params):
-                view = buffer.view(i).view(sharded.shape)
-                param = nn.Parameter(view, requires_grad=sharded.requires_grad)
+                whole = self.shards.homes[i].unsharded(buffer.view(i))
+                param = nn.Parameter(whole, requires_grad=sharded.requires_grad)
                 mark_managed(param, self.fqns[i])
                 unsharded.append(param)
         return unsharded
@@ -310,11 +310,15 @@ class ParamGroup:
         )
 
     def finish_backward(self) -> None:
-        """The iteration is over; a gather that nobody used is waited for."""
+        """The iteration is over."""
+        self.drop_gather()
+        self.reduction.finish()
+
+    def drop_gather(self) -> None:
+        """A gather that nobody used is waited for; what it brought would be old the next time."""
         if self._pending is not None:
             self._end_gathering()
             self._free_whole()
-        self.reduction.finish()
 
     def reset_iteration(self) -> None:
         """The iteration failed: back to shards, without the gradients it made."""
@@ -325,9 +329,7 @@ class ParamGroup:
 
     def abandon_forward(self) -> None:
         """Back to shards; what is under way is waited for."""
-        if self._pending is not None:
-            self._end_gathering()
-            self._free_whole()
+        self.drop_gather()
         self.to_sharded()
         self.phase = Phase.IDLE
 

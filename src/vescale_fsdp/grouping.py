@@ -1,7 +1,8 @@
 """Which parameters of one `fully_shard` call form a group, and where their elements go.
 
-Parameters are gathered together if they have one mesh, one dtype, one trainability (a frozen parameter then costs no
-gradient memory) and one block format. What `param_policy` wishes for each becomes the granularity of its plan.
+Parameters are gathered together if they have one data mesh, one dtype, one trainability (a frozen parameter then costs
+no gradient memory) and one block format. What `param_policy` wishes for each, and what tensor parallelism has cut
+already, becomes the granularity of its plan.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from ragged_dtensor import Granularity
 
 from .block_format import BlockFormat
 from .errors import VescaleError
 from .extensions import is_extension
+from .home import Home
 from .managed import ManagedParam
 from .mesh import DataMesh
 from .plan import GroupPlan
@@ -63,6 +65,7 @@ def plan_groups(
         policy = _policy(each, param_policy)
         placed = placement_fn(each.param) if placement_fn is not None else None
         its_mesh = _mesh_of(each, placed, mesh, meshes)
+        each = replace(each, home=Home.of(each.fqn, each.param, its_mesh))
         format = policy.format if policy is not None else None
         key = its_mesh, each.param.dtype, each.param.requires_grad, format, is_extension(each.param)
         groups.setdefault(key, []).append((each, policy))
@@ -92,15 +95,16 @@ def _mesh_of(managed: ManagedParam, placed: Any, mesh: DataMesh, meshes: dict[ob
         raise VescaleError(f"{managed.fqn}: shard_placement_fn gave {placement}, but the parameter has {ndim} dims")
     if info is None:
         return mesh
-    if info.shard_mesh_dim is None:
-        raise NotImplementedError(f"{managed.fqn}: shard_placement_fn gave a mesh without a shard axis")
     if info.mesh is mesh.mesh and (info.shard_mesh_dim, info.replicate_mesh_dim) == (
         mesh.shard_axis,
         mesh.replicate_axis,
     ):
         return mesh
-    key = info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim
-    return meshes.setdefault(key, DataMesh(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim))
+    own = DataMesh(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
+    if isinstance(managed.param, DTensor) and own.global_ranks < mesh.global_ranks:
+        # The other data ranks hold other experts, and sent their tokens here: gradients sum what all of them saw.
+        own = replace(own, num_contributions=len(mesh.global_ranks))
+    return meshes.setdefault((info.mesh, own.shard_axis, own.replicate_axis, own.num_contributions), own)
 
 
 def _policy(managed: ManagedParam, param_policy: ParamPolicyFn | None) -> ParamPolicy | None:
@@ -132,8 +136,10 @@ def _plan(
 ) -> GroupPlan:
     specs = []
     for each, policy in members:
-        shape = tuple(each.param.shape)
-        spec = ParamSpec(each.fqn, shape, _name(each.param.dtype), granularity_of(each.fqn, shape, policy))
+        assert each.home is not None
+        shape = each.home.largest
+        granularity = granularity_of(each.fqn, shape, policy, stride=each.home.stride)
+        spec = ParamSpec(each.fqn, shape, _name(each.param.dtype), granularity)
         specs.append(_with_rows(spec) if is_extension(each.param) else spec)
     dtypes = {members[0][0].param.dtype, mp_policy.param_dtype, mp_policy.reduce_dtype, torch.bfloat16}
     bits = {bits for _, policy in members if policy is not None for bits in registry().unit_bits(policy)}

@@ -10,9 +10,10 @@ from torch.distributed.tensor import Replicate
 
 from . import _torch
 from .buffer import DBuffer
+from .home import local_shape, ragged_shard
 from .layout import LanePlan
 from .mesh import DataMesh
-from .shards import Shards, local_shape, ragged_shard
+from .shards import Shards
 
 __all__ = ["KeptShards"]
 
@@ -36,6 +37,9 @@ class KeptShards:
                 kept.copy_(lane.narrow(0, self.mesh.rank * kept.numel(), kept.numel()))
         self.params = []
         for i, param in enumerate(shards.params):
+            if shards.homes[i].given is not None:  # what another parallelism cut shows its shard
+                self.params.append(param)
+                continue
             placement = ragged_shard(layout, i, tuple(param.shape))
             local = self.buffer.view(i).view(local_shape(placement, param.shape, len(self.buffer.pieces[i])))
             spec = _torch.dtensor_spec(self.mesh.mesh, (Replicate(), placement), param)

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from . import _torch
+from .home import Home
 
 __all__ = [
     "ManagedParam",
     "check_param",
     "find_buffers",
     "find_managed",
+    "forget_managed",
+    "is_sharded",
     "managed_as",
     "mark_managed",
     "warn_of_losses",
@@ -30,6 +32,8 @@ class ManagedParam:
     fqn: str
     param: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
+    home: Home | None = None
+    """Where its shards live, once that is known."""
 
     def name_below(self, names: Mapping[nn.Module, str]) -> str:
         """The fqn under a root whose modules have `names`."""
@@ -45,13 +49,29 @@ _OWNER = "_vescale_fqn"
 """Set on a parameter, and on the one that replaces it, once a `fully_shard` call manages it: its name in that call."""
 
 
-def mark_managed(param: nn.Parameter, fqn: str) -> None:
+_SHARDED = "_vescale_sharded"
+"""Set on a parameter that is the sharded one: a DTensor alone may be what another parallelism made."""
+
+
+def mark_managed(param: nn.Parameter, fqn: str, *, sharded: bool = False) -> None:
     setattr(param, _OWNER, fqn)
+    setattr(param, _SHARDED, sharded)
+
+
+def forget_managed(param: nn.Parameter) -> None:
+    """Undo `mark_managed`: another `fully_shard`, torch's or ours, may manage the parameter."""
+    vars(param).pop(_OWNER, None)
+    vars(param).pop(_SHARDED, None)
 
 
 def managed_as(param: nn.Parameter) -> str | None:
     """The name by which an earlier `fully_shard` call manages the parameter, or None."""
     return getattr(param, _OWNER, None)
+
+
+def is_sharded(param: nn.Parameter) -> bool:
+    """Whether the parameter is one that `fully_shard` made, and not what it replaces or lends to forward."""
+    return getattr(param, _SHARDED, False)
 
 
 def find_managed(roots: Sequence[nn.Module], ignored: Iterable[nn.Parameter] = ()) -> list[ManagedParam]:
@@ -120,8 +140,6 @@ def check_param(managed: ManagedParam) -> None:
             f"{managed.fqn} is the same parameter as {other}, which another fully_shard call manages. Put the modules "
             f"that share it into one group: fully_shard([module_a, module_b])."
         )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(f"{managed.fqn}: is a DTensor; parameters of other parallelisms are not built yet")
     if not param.is_contiguous():
         raise NotImplementedError(
             f"{managed.fqn}: shape {tuple(param.shape)} has stride {param.stride()}, but only contiguous parameters "

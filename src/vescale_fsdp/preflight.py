@@ -1,22 +1,27 @@
-"""Before the first data collective: all ranks agree on the plan, or all raise the same error."""
+"""Before the first data collective: all ranks agree on the plan, or all raise the same error.
+
+Plans are compared among the ranks of a data mesh, which share its parameters. What one of these meshes finds, all ranks
+raise: those along the axes of tensor and expert parallelism, too.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from . import _torch
 from .errors import VescaleError
 from .mesh import DataMesh
 from .plan import Plan
 
-__all__ = ["DivergenceError", "Statement", "agree", "failing_together"]
+__all__ = ["Circle", "DivergenceError", "Statement", "agree", "failing_together", "settle"]
 
 DIGEST_NBYTES = 32
 
@@ -37,15 +42,89 @@ class Statement:
         return hashlib.sha256(f"{self.is_error}{self.text}".encode()).digest()
 
 
-def agree(mesh: DataMesh, mine: Statement) -> None:
-    """Compare the statements of all ranks of `mesh`: one small all-gather per axis, and the texts only if they differ.
+@dataclass(frozen=True, eq=False)
+class Circle:
+    """The ranks of a data mesh, which say the same, and along the axes `beyond` it those that hear whether they do."""
 
-    Nothing happens for one rank, on the fake backend, and under FakeTensorMode.
+    mesh: DataMesh
+    beyond: tuple[dist.ProcessGroup, ...] = ()
+
+    @classmethod
+    def of(cls, mesh: DataMesh, params: Iterable[torch.Tensor]) -> Circle:
+        """With the other axes that `params` are sharded on: of tensor parallelism, of experts on other data ranks."""
+        beyond: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for found in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
+            for axis in range(found.ndim):
+                group = found.get_group(axis)
+                ranks = tuple(dist.get_process_group_ranks(group))
+                if not mesh.global_ranks.issuperset(ranks):
+                    beyond.setdefault(ranks, group)
+        return cls(mesh, tuple(beyond.values()))
+
+    @property
+    def is_silent(self) -> bool:
+        """One rank, the fake backend, FakeTensorMode: there is nobody to ask."""
+        alone = len(self.mesh.global_ranks) == 1 and not self.beyond
+        return alone or self.mesh.backend == "fake" or _torch.in_fake_mode()
+
+
+def settle(circles: Sequence[Circle], plans: Sequence[Plan]) -> None:
+    """Compare each data mesh's plan among its ranks; what one of them finds, every rank raises."""
+    found: DivergenceError | None = None
+    for circle, plan in zip(circles, plans, strict=True):
+        try:
+            agree(circle, Statement(plan.to_json()))
+        except DivergenceError as error:
+            if circle is circles[0]:  # its ranks, and those beyond it, all know
+                raise
+            found = found or error
+    if len(circles) > 1:
+        agree(circles[0], Statement("agreed" if found is None else str(found), is_error=found is not None))
+    if found is not None:
+        raise found
+
+
+def agree(where: Circle | DataMesh, mine: Statement) -> None:
+    """Compare the statements of all ranks of a data mesh; raise what differs on all of them, and on those beyond it.
+
+    One small all-gather per axis of the mesh, a byte per axis beyond it, and texts only if something is wrong.
     """
-    if mesh.num_ranks * mesh.num_replicas == 1 or mesh.backend == "fake" or _torch.in_fake_mode():
+    circle = where if isinstance(where, Circle) else Circle(where)
+    if circle.is_silent:
         return
+    found: DivergenceError | None = None
+    try:
+        _compare(circle.mesh, mine)
+    except DivergenceError as error:
+        found = error
+    if circle.beyond:
+        found = _heard(circle, found, mine)
+    if found is not None:
+        raise found
+
+
+def _heard(circle: Circle, found: DivergenceError | None, mine: Statement) -> DivergenceError | None:
+    """What the ranks along the axes beyond found, if they did; None where all have the same error of their own."""
+    text = str(found) if found is not None else mine.text if mine.is_error else None
+    anything = torch.tensor([text is not None], dtype=torch.uint8, device=circle.mesh.device)
+    for group in circle.beyond:
+        dist.all_reduce(anything, dist.ReduceOp.MAX, group=group)
+    if not anything.item():
+        return None
+    texts: list[str | None] = [text]
+    for group in circle.beyond:
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, texts, group=group)
+        texts = [each for part in parts for each in part]
+    if found is not None or (mine.is_error and all(each == text for each in texts)):
+        return found
+    return DivergenceError(next(each for each in texts if each is not None))
+
+
+def _compare(mesh: DataMesh, mine: Statement) -> None:
+    """Among the ranks of the mesh itself."""
     digest = torch.frombuffer(bytearray(mine.digest), dtype=torch.uint8).to(mesh.device)
-    for group in _axes(mesh):
+    for group in mesh.axes:
         size = dist.get_world_size(group)
         gathered = torch.empty(size * digest.numel(), dtype=torch.uint8, device=mesh.device)
         _torch.all_gather(gathered, digest, group=group)
@@ -58,27 +137,23 @@ def agree(mesh: DataMesh, mine: Statement) -> None:
 
 
 @contextmanager
-def failing_together(meshes: Sequence[DataMesh]) -> Iterator[None]:
+def failing_together(circles: Sequence[Circle | DataMesh]) -> Iterator[None]:
     """An error inside is raised on every rank, here or where the others next look for it."""
     try:
         yield
     except Exception as error:
-        for mesh in meshes:
+        for circle in circles:
             try:
-                agree(mesh, Statement(f"{type(error).__name__}: {error}", is_error=True))
+                agree(circle, Statement(f"{type(error).__name__}: {error}", is_error=True))
             except DivergenceError as divergence:
                 raise divergence from error
         raise
 
 
-def _axes(mesh: DataMesh) -> list[dist.ProcessGroup]:
-    return [mesh.group] if mesh.replicate_group is None else [mesh.group, mesh.replicate_group]
-
-
 def _all_statements(mesh: DataMesh, mine: Statement) -> dict[int, Statement]:
     """By global rank."""
     known: dict[int, Statement] = {dist.get_rank(): mine}
-    for group in _axes(mesh):
+    for group in mesh.axes:
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, known, group=group)
         known = {rank: statement for part in parts for rank, statement in part.items()}

@@ -51,8 +51,7 @@ class Reduction:
             return
         self._is_started = True
         if not alone or self._mesh.num_replicas > 1 or self.hook is not None:
-            shapes = [param.shape for param in self._shards.params]
-            self._gradients = Gradients(self._shards.layout, shapes, dtype=dtype, device=device)
+            self._gradients = Gradients(self._shards.layout, self._shards.homes, dtype=dtype, device=device)
 
     def is_due(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether a reduction of the gradients of `params`, the unsharded parameters, has to happen now."""
@@ -84,7 +83,8 @@ class Reduction:
         self._settle(streams)
         traffic.copied_bytes += gradients.collect(params)
         filled = gradients.seal()
-        division = Division.choose(self._mesh, gradients.whole.dtype, factor=self.divide_factor, sum_only=self.sum_only)
+        factor = self.divide_factor if self.divide_factor is not None else self._mesh.num_contributions
+        division = Division.choose(self._mesh, gradients.whole.dtype, factor=factor, sum_only=self.sum_only)
         with streams.reducing():
             reduced = self._shards.new_buffer(gradients.whole.dtype, gradients.whole.flat.device)
             reduce_scatter(
@@ -151,14 +151,18 @@ class Reduction:
 
     def _deliver_own(self, params: Sequence[torch.Tensor]) -> None:
         """Autograd's own tensors become the gradients: one rank needs neither copy nor reduction."""
+        factor = self.divide_factor if self.divide_factor is not None else self._mesh.num_contributions
         for i, (param, unsharded) in enumerate(zip(self._shards.params, params, strict=True)):
             grad, unsharded.grad = unsharded.grad, None
             if grad is None and self.includes_unused and param.requires_grad:
-                grad = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-            if grad is not None:
-                if self.divide_factor is not None:
-                    grad.div_(self.divide_factor)
-                self._deliver_one(i, self._shards.local_shaped(grad.reshape(-1), i))
+                local = torch.zeros(self._shards.shapes[i], dtype=param.dtype, device=param.device)
+            elif grad is not None:
+                local = self._shards.homes[i].local_gradient(grad, param.dtype)
+                if factor is not None:
+                    local.div_(factor)
+            else:
+                continue
+            self._deliver_one(i, self._shards.local_shaped(local.reshape(-1), i))
 
     def _deliver_one(self, index: int, local: torch.Tensor) -> None:
         param = self._shards.params[index]

@@ -10,16 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ragged_dtensor import RaggedShard
-
 from . import _torch
 from .buffer import DBuffer
 from .errors import VescaleError
+from .home import Home
 from .layout import Layout
 from .managed import ManagedParam, mark_managed
 from .mesh import DataMesh
 
-__all__ = ["Shards", "local_shape", "ragged_shard"]
+__all__ = ["Shards"]
 
 
 class Shards:
@@ -31,17 +30,20 @@ class Shards:
         self.managed = tuple(managed)
         self.layout = layout
         self.mesh = mesh
-        self.numels = [each.param.numel() for each in managed]
+        self.homes = [each.home or Home.of(each.fqn, each.param, mesh) for each in managed]
+        self.shapes = [home.shape for home in self.homes]
+        """Of the unsharded parameters on this rank."""
+        self.numels = [shape.numel() for shape in self.shapes]
         first = managed[0].param
         self.offload_pin = offload_pin
         self.device = torch.device("cpu") if self.is_offloaded and not first.is_meta else first.device
         self.buffer = self._make_buffer(first.dtype, self.device)
         self._pin()
-        shapes = [tuple(each.param.shape) for each in managed]
-        self.placements = [ragged_shard(layout, i, shape) for i, shape in enumerate(shapes)]
+        shards = [home.ragged(layout, i) for i, home in enumerate(self.homes)]
+        self.placements = [home.placements(shard) for home, shard in zip(self.homes, shards, strict=True)]
         self._local_shapes = [
-            local_shape(placement, shape, len(piece))
-            for placement, shape, piece in zip(self.placements, shapes, self.buffer.pieces, strict=True)
+            home.local_shape(shard, len(piece))
+            for home, shard, piece in zip(self.homes, shards, self.buffer.pieces, strict=True)
         ]
         self.params = [self._shard(i) for i in range(len(managed))]
         # Forget the whole parameters, or they would live as long as the model.
@@ -98,22 +100,27 @@ class Shards:
         managed = self.managed[index]
         param = managed.param
         local = self._local_of(index, managed)
-        spec = _torch.dtensor_spec(self.mesh.mesh, self.mesh.placements(self.placements[index]), param)
+        spec = self._spec(index, param)
         sharded = nn.Parameter(_torch.dtensor(local, spec), requires_grad=param.requires_grad)
-        if type(param) is nn.Parameter:  # subclasses keep their parts there
-            vars(sharded).update(vars(param))
-        mark_managed(sharded, managed.fqn)
+        vars(sharded).update(_torch.user_attributes(param))
+        mark_managed(sharded, managed.fqn, sharded=True)
         mark_managed(param, managed.fqn)
         for hook in _torch.post_accumulate_hooks(param):
             _torch.on_gradient(sharded, hook)
         return sharded
+
+    def _spec(self, index: int, param: torch.Tensor) -> _torch.DTensorSpec:
+        """Of sharded parameter `index`, with the shape and dtype of `param`."""
+        return _torch.dtensor_spec(self.homes[index].mesh, self.placements[index], param)
 
     def _local_of(self, index: int, managed: ManagedParam) -> torch.Tensor:
         """This rank's elements, copied into the buffer."""
         local = self.local(self.buffer, index)
         span = self.layout.shard_range(index, self.numels[index], self.mesh.rank)
         if not managed.param.is_meta:
-            local.reshape(-1).copy_(managed.param.detach().view(-1)[span.begin : span.end])
+            param = managed.param.detach()
+            whole = _torch.finished(_torch.local_of(param)) if isinstance(param, DTensor) else param
+            local.reshape(-1).copy_(whole.reshape(-1)[span.begin : span.end])
         return local
 
     @torch.no_grad()
@@ -153,7 +160,7 @@ class Shards:
             local = self.local(self.buffer, i)
             local.copy_(value.view_as(local))
             _torch.set_placed(param, local, _torch.with_dtype(_torch.spec_of(self.params[i]), local.dtype))
-            mark_managed(param, self.managed[i].fqn)
+            mark_managed(param, self.managed[i].fqn, sharded=True)
             self.locals[i] = local
         self.params = list(params)
         self.managed = tuple(replace(each, param=param) for each, param in zip(self.managed, params, strict=True))
@@ -169,9 +176,11 @@ class Shards:
             )
         if new.shape != managed.param.shape:
             raise VescaleError(f"{managed.fqn}: expected shape {tuple(managed.param.shape)}, got {tuple(new.shape)}")
-        wanted = self.mesh.placements(self.placements[index])
+        mesh, wanted = self.homes[index].mesh, self.placements[index]
+        if new.device_mesh != mesh:
+            raise VescaleError(f"{managed.fqn}: expected a DTensor on {mesh}, got one on {new.device_mesh}")
         if new.placements != wanted:
-            new = new.redistribute(self.mesh.mesh, [Replicate()] * self.mesh.mesh.ndim).redistribute(placements=wanted)
+            new = new.redistribute(mesh, [Replicate()] * mesh.ndim).redistribute(placements=wanted)
         return _torch.local_of(new)
 
     def _reallocate(self, news: Sequence[torch.Tensor]) -> None:
@@ -194,8 +203,7 @@ class Shards:
         if (param.dtype, param.device) == (local.dtype, local.device):
             _torch.set_local(param, local)
         else:
-            spec = _torch.dtensor_spec(self.mesh.mesh, self.mesh.placements(self.placements[index]), param)
-            spec = _torch.with_dtype(spec, local.dtype)
+            spec = _torch.with_dtype(self._spec(index, param), local.dtype)
             fresh = nn.Parameter(_torch.dtensor(local, spec), requires_grad=param.requires_grad)
             cast(Any, torch.utils.swap_tensors)(param, fresh)
         self.locals[index] = local
@@ -217,22 +225,3 @@ def _newest(managed: ManagedParam, old: nn.Parameter) -> nn.Parameter:
     """What one of the owners now holds instead of `old`: of tied names, only one may have been assigned yet."""
     held = [module._parameters.get(name) for module, name in managed.owners]
     return next((each for each in held if each is not None and each is not old), old)
-
-
-def ragged_shard(layout: Layout, index: int, shape: tuple[int, ...]) -> RaggedShard:
-    """The placement of tensor `index`: whole rows where every cut lies between rows, else single elements."""
-    numel = torch.Size(shape).numel()
-    units = layout.units(index, numel)
-    row = torch.Size(shape[1:]).numel()
-    if len(shape) > 1 and numel > 0:
-        unit = numel // units.total
-        if all(value * unit % row == 0 for value, _ in units.runs):
-            return RaggedShard((0,), units)
-    return RaggedShard(tuple(range(len(shape))), units)
-
-
-def local_shape(placement: RaggedShard, shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """Of the local tensor with `numel` elements: rows stay rows, else it is flat."""
-    if placement.dims != (0,) or len(shape) < 2:
-        return (numel,)
-    return (numel // torch.Size(shape[1:]).numel(), *shape[1:])

@@ -1,4 +1,4 @@
-"""A 2-D mesh replicates over its first axis and shards over its second; what is not built says so."""
+"""A 2-D mesh replicates over its first axis and shards over its second."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 from small_models import Tower, batch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate
 
-from vescale_fsdp import DataParallelMeshDims, fully_shard, traffic
+from vescale_fsdp import fully_shard, traffic
 
 
 @pytest.mark.parametrize("sync", ["every", "reduce_scatter_only"])
@@ -35,14 +34,3 @@ def test_replicas_train_like_the_reference(sync: str) -> None:
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert mine.placements[0] == Replicate()
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
-
-
-@ranks(2)
-def test_other_parallelisms_are_refused_by_name_until_they_are_built() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
-        fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    model = nn.Linear(4, 4)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
-    with pytest.raises(NotImplementedError, match="weight: is a DTensor"):
-        fully_shard(model, mesh=mesh)

@@ -1,0 +1,29 @@
+"""One replica's weights for all: what to call after initialising an HSDP model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .errors import VescaleError
+from .replicas import copy_to_replicas
+from .state import find_state
+
+__all__ = ["broadcast_replicas"]
+
+
+@torch.no_grad()
+def broadcast_replicas(module: nn.Module, source: int = 0) -> None:
+    """Give every replica of the wrapped modules in `module` the weights of replica `source`.
+
+    For meshes with a replicate axis (HSDP); every rank calls it. One broadcast per group, of a rank's shard: nothing is
+    gathered. Buffers, and optimizer state that exists already, stay as they are.
+    """
+    states = dict.fromkeys(state for each in module.modules() if (state := find_state(each)) is not None)
+    if not states:
+        raise VescaleError(f"{type(module).__name__} holds no module that vescale_fsdp.fully_shard wrapped")
+    for state in states:
+        for group in state.groups:
+            group.to_sharded()
+            group.adopt()
+            copy_to_replicas(group, source)
