@@ -3,10 +3,10 @@
 Reading order; a file imports only what stands before it:
 
     errors _torch policy packing tiling block_format hookspecs constraints plugins spec layout planes plan
-    planner testing shapes wishes model_plan advisor picture mesh preflight managed guards buffer streams
+    planner testing shapes wishes model_plan advisor picture mesh home preflight managed guards buffer streams
     traffic transfer quantized shards extensions kept gradients reduction full_values group extension_group
-    grouping nested state module forward_method comm_context ema fully_shard grad_clip optim checkpoint report demo
-    cli
+    grouping replicas nested schedule state footprint module forward_method comm_context broadcast ema fully_shard
+    grad_clip optim checkpoint report demo cli
 
 Importing changes nothing in torch.
 """
@@ -14,6 +14,7 @@ Importing changes nothing in torch.
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 from .block_format import BlockFormat
+from .broadcast import broadcast_replicas
 from .checkpoint import (
     CheckpointError,
     export_safetensors,
@@ -47,6 +48,7 @@ __all__ = [
     "ShardedEMA",
     "UnshardHandle",
     "VescaleError",
+    "broadcast_replicas",
     "clip_grad_norm_",
     "explain",
     "export_safetensors",

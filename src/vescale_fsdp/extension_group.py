@@ -62,8 +62,6 @@ class ExtensionGroup(ParamGroup):
         return False
 
     def _start_gathering(self, async_op: bool) -> Any:
-        if self.reshard_after_forward not in (True, False):
-            raise NotImplementedError(f"{self.fqns}: subclasses that gather themselves keep no shard over fewer ranks")
         return self._gather.start(async_op=async_op, traffic=self.traffic)
 
     def _end_gathering(self) -> None:

@@ -10,16 +10,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
 
+from . import _torch
 from .errors import VescaleError
 from .extension_group import ExtensionGroup
 from .group import ParamGroup
-from .grouping import plan_groups
+from .grouping import Members, plan_groups
 from .guards import watch_optimizers
 from .managed import ManagedParam, check_param, find_buffers, find_managed, warn_of_losses
 from .mesh import DataMesh, default_mesh
 from .module import FSDPModule
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ParamPolicy
-from .preflight import failing_together
+from .preflight import Circle, failing_together
 from .state import ModuleState, find_state
 from .streams import streams_of
 
@@ -86,12 +87,10 @@ def fully_shard(
         gradients pass straight to the shard, which keeps its dtype.
     max_lanes: how many flat buffers a group may use; None decides by what they save.
     """
-    if dp_mesh_dims is not None:
-        raise NotImplementedError("dp_mesh_dims: named data-parallel axes are not built yet")
-    modules = _modules_of(module)
-    data_mesh = DataMesh.of(mesh if mesh is not None else default_mesh())
+    data_mesh = DataMesh.of(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     ignored = frozenset(ignored_params or ())
-    with failing_together([data_mesh]):
+    with failing_together([_circle_of(module, data_mesh)]):
+        modules = _modules_of(module)
         managed = find_managed(modules, ignored)
         for each in managed:
             check_param(each)
@@ -104,7 +103,7 @@ def fully_shard(
             param_policy=param_policy,
             max_lanes=max_lanes,
         )
-        reshards = [_reshard_after_forward(reshard_after_forward, members.mesh) for members in planned]
+        reshards = [_reshard_after_forward(reshard_after_forward, members) for members in planned]
     warn_of_losses(managed)
     pin = offload_policy.pin_memory if isinstance(offload_policy, CPUOffloadPolicy) else None
     groups = [
@@ -123,15 +122,26 @@ def fully_shard(
     state = ModuleState(
         modules, groups, mp_policy=mp_policy, reshard_is_automatic=reshard_after_forward is None, ignored=ignored
     )
-    watch_optimizers()
+    watch_optimizers(groups)
     state.schedule.streams = streams_of(data_mesh.device)
     for each_module in modules:
         _wrap_class(each_module)
     return module
 
 
+def _circle_of(module: Any, data_mesh: DataMesh) -> Circle:
+    """All ranks that an error in wrapping `module`, which nobody has checked yet, concerns."""
+    given = module if isinstance(module, (list, tuple)) else [module]
+    params = (param for each in given if isinstance(each, nn.Module) for param in each.parameters())
+    return Circle.of(data_mesh, params)
+
+
 def _modules_of(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    given = (module,) if isinstance(module, nn.Module) else tuple(module)
+    given = (module,) if isinstance(module, nn.Module) else tuple(module) if isinstance(module, Iterable) else module
+    if not isinstance(given, tuple) or not all(isinstance(each, nn.Module) for each in given):
+        raise TypeError(f"fully_shard takes a module or a flat list of modules, got {module!r}")
+    if not given:
+        raise ValueError("fully_shard was given an empty list of modules")
     below = {child for each in given for child in each.modules() if child is not each}
     modules = tuple(each for each in dict.fromkeys(given) if each not in below)
     for each in modules:
@@ -139,11 +149,16 @@ def _modules_of(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {each}")
         if find_state(each) is not None:
             raise VescaleError(f"fully_shard was applied to this module before; wrap it once:\n{each}")
+        if _torch.state_of(each) is not None:
+            raise VescaleError(
+                f"torch's own fully_shard wraps this module already; use one of the two in a model:\n{each}"
+            )
     return modules
 
 
-def _reshard_after_forward(given: bool | int | None, mesh: DataMesh) -> bool | int:
+def _reshard_after_forward(given: bool | int | None, members: Members) -> bool | int:
     """A number of ranks only if it lies between one and all of them."""
+    mesh = members.mesh
     if given is None or isinstance(given, bool):
         return given is not False
     if given < 1 or given > mesh.num_ranks or mesh.num_ranks % given:
@@ -152,6 +167,13 @@ def _reshard_after_forward(given: bool | int | None, mesh: DataMesh) -> bool | i
         )
     if given in (1, mesh.num_ranks):
         return given != 1
+    if members.gathers_itself:
+        # What it sends is known at its first gather only, and FSDP2 refuses it too: in backward, without a word.
+        fqns = [each.fqn for each in members.managed]
+        raise NotImplementedError(
+            f"{fqns}: subclasses that gather themselves keep no shard over {given} ranks after forward. Pass "
+            f"reshard_after_forward=True or False to the call that wraps them."
+        )
     mesh.regrouped(given)  # makes process groups, which all ranks must do now
     return given
 
@@ -179,5 +201,5 @@ def _wrap_class(module: nn.Module) -> None:
 def _refuse_deepcopy(self: nn.Module, memo: object) -> NoReturn:
     raise VescaleError(
         f"{type(self).__name__} cannot be copied with deepcopy: its parameters are views of shared buffers. Build a "
-        f"second model and load this one's state_dict()."
+        f"second model and load this one's state_dict(), or use ShardedEMA for an average of the weights."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
@@ -13,28 +13,40 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _torch
 from .errors import VescaleError
-from .managed import managed_as
+from .managed import is_sharded, managed_as
 
-__all__ = ["Trap", "refuse_unknown_ignored", "refuse_unmanaged", "watch_optimizers"]
+__all__ = ["Census", "Trap", "watch_optimizers"]
 
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 _watching: list[Any] = []
+_groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def watch_optimizers() -> None:
-    """From now on, a step of an optimizer that was made before `fully_shard` raises instead of changing nothing."""
+class Gathered(Protocol):
+    """A group of parameters, as far as an optimizer's step is concerned."""
+
+    is_unsharded: bool
+    shards: Any
+
+    def to_sharded(self) -> None: ...
+
+
+def watch_optimizers(groups: Iterable[Gathered]) -> None:
+    """From now on, steps of optimizers made before `fully_shard` raise, and others free what they make outdated."""
+    _groups.update(groups)
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_check_step))
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _free_outdated(optimizer)
     if _checked.get(optimizer) == _settings(optimizer):
         return
     stale = [
         fqn
         for group in optimizer.param_groups
         for param in group["params"]
-        if (fqn := managed_as(param)) is not None and not isinstance(param, DTensor)
+        if (fqn := managed_as(param)) is not None and not is_sharded(param)
     ]
     if stale:
         raise VescaleError(
@@ -43,9 +55,22 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             f"Make the optimizer after fully_shard, on model.parameters()."
         )
     for group in optimizer.param_groups:
-        if len({isinstance(param, DTensor) for param in group["params"]}) > 1:
+        if _mixes_ours_with_others(group["params"]):
             _step_one_by_one(group)
     _checked[optimizer] = _settings(optimizer)
+
+
+def _free_outdated(optimizer: torch.optim.Optimizer) -> None:
+    """Parameters that are still gathered, after an evaluation for example, would keep the values from before.
+
+    In FSDP2, the next forward runs with those.
+    """
+    if not (gathered := [group for group in _groups if group.is_unsharded]):
+        return
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for group in gathered:
+        if any(id(param) in stepped for param in group.shards.params):
+            group.to_sharded()
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
@@ -53,8 +78,17 @@ def _settings(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     return tuple((len(group["params"]), group.get("foreach"), group.get("fused")) for group in optimizer.param_groups)
 
 
+def _mixes_ours_with_others(params: Sequence[Any]) -> bool:
+    """Sharded parameters beside plain ones, or on several meshes, as tensor and expert parallelism make them.
+
+    Other people's mixed lists keep torch's behaviour, also after `fully_shard` was called somewhere.
+    """
+    is_ours = any(isinstance(param, DTensor) and managed_as(cast(nn.Parameter, param)) is not None for param in params)
+    return is_ours and len({param.device_mesh if isinstance(param, DTensor) else None for param in params}) > 1
+
+
 def _step_one_by_one(group: dict[str, Any]) -> None:
-    """Lists of plain and sharded tensors, as ignored parameters make them, are refused by torch (pytorch#183207)."""
+    """torch refuses lists of plain and sharded tensors, or of several meshes (pytorch#183207)."""
     for setting in ("foreach", "fused"):
         if setting in group:
             group[setting] = False
@@ -75,7 +109,26 @@ class Trap:
         )
 
 
-def refuse_unmanaged(root: nn.Module, managed: set[nn.Parameter], ignored: set[nn.Parameter]) -> None:
+class Census:
+    """Every parameter below the root is managed or ignored, and every ignored one is below the root: checked when made.
+
+    `holds` tells cheaply, before each iteration, whether modules or parameters were added or removed since.
+    """
+
+    def __init__(self, root: nn.Module, managed: set[nn.Parameter], ignored: set[nn.Parameter]) -> None:
+        _refuse_unmanaged(root, managed, ignored)
+        _refuse_unknown_ignored(root, ignored)
+        self._held: list[dict[str, Any]] = []
+        for module in root.modules():
+            self._held += [cast(dict[str, Any], module._parameters), cast(dict[str, Any], module._modules)]
+        self._count = sum(map(len, self._held))
+
+    @property
+    def holds(self) -> bool:
+        return sum(map(len, self._held)) == self._count
+
+
+def _refuse_unmanaged(root: nn.Module, managed: set[nn.Parameter], ignored: set[nn.Parameter]) -> None:
     """Parameters that were added after `fully_shard` would silently train apart on every rank."""
     late = [
         f"{prefix}.{name}" if prefix else name
@@ -83,6 +136,8 @@ def refuse_unmanaged(root: nn.Module, managed: set[nn.Parameter], ignored: set[n
         if not _torch.is_replicated_by_torch(module)
         for name, param in module._parameters.items()
         if param is not None and param not in managed and param not in ignored
+        # A module that was wrapped after the first forward is a root of its own.
+        if managed_as(param) is None or not isinstance(param, DTensor)
     ]
     if late:
         raise VescaleError(
@@ -91,7 +146,7 @@ def refuse_unmanaged(root: nn.Module, managed: set[nn.Parameter], ignored: set[n
         )
 
 
-def refuse_unknown_ignored(root: nn.Module, ignored: Iterable[nn.Parameter]) -> None:
+def _refuse_unknown_ignored(root: nn.Module, ignored: Iterable[nn.Parameter]) -> None:
     known = set(root.parameters())
     unknown = [tuple(param.shape) for param in ignored if param not in known]
     if unknown:

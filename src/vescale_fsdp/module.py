@@ -92,6 +92,16 @@ class FSDPModule(TorchFSDPModule):
         """Modules to gather in backward instead of the one that ran just before this one in forward."""
         self._get_fsdp_state().backward_prefetch = _states_of(modules)
 
+    def set_num_modules_to_forward_prefetch(self, num_modules: int) -> None:
+        """Call on the root: gather so many modules ahead in forward, in the order in which they ran in the last one.
+
+        Lists from `set_modules_to_forward_prefetch` come first. 0, the default, gathers nothing ahead in forward; a
+        forward in another order than the last one gathers nothing ahead from where it differs. Not in torch.
+        """
+        if isinstance(num_modules, bool) or not isinstance(num_modules, int) or num_modules < 0:
+            raise ValueError(f"num_modules should be an int >= 0, got {num_modules!r}")
+        self._get_fsdp_state().schedule.num_forward_prefetch = num_modules
+
     def set_custom_all_gather(self, comm: _torch.AllGather) -> None:
         """Gather with `comm`, in every group of this module."""
         for group in self._groups():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -57,8 +58,14 @@ def _rebuilt_dict(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 def _rebuilt_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     changed = {}
     for each in dataclasses.fields(value):
-        old = getattr(value, each.name)
+        old = getattr(value, each.name, None)  # a field with init=False may not be set yet
         new = map_tensors(fn, old)
         if new is not old:
             changed[each.name] = new
-    return dataclasses.replace(value, **changed) if changed else value
+    if not changed:
+        return value
+    # Not dataclasses.replace: it runs __post_init__ again and refuses fields with init=False.
+    rebuilt = copy.copy(value)
+    for name, new in changed.items():
+        object.__setattr__(rebuilt, name, new)  # frozen ones too
+    return rebuilt

@@ -14,37 +14,17 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _torch
 from .group import ParamGroup, Phase
-from .guards import refuse_unknown_ignored, refuse_unmanaged
+from .guards import Census
 from .nested import cast_floats, map_tensors, with_grad
 from .plan import Plan
 from .policy import MixedPrecisionPolicy
-from .preflight import Statement, agree, failing_together
-from .streams import Streams
-from .traffic import Traffic
+from .preflight import Circle, failing_together, settle
+from .replicas import check_replicas
+from .schedule import Schedule
 
 logger = logging.getLogger("vescale_fsdp")
 
-__all__ = ["ModuleState", "Schedule", "find_state"]
-
-
-class Schedule:
-    """One model's iteration, shared by all its states: who runs forward, in which order states ran, what moved."""
-
-    def __init__(self) -> None:
-        self.states: list[ModuleState] = []
-        self.forward_root: ModuleState | None = None
-        self.order: list[ModuleState] = []
-        """States in the order in which their forwards ended, once per forward."""
-        self.is_last_backward = True
-        self.end_is_queued = False
-        self.traffic = Traffic()
-        self.streams = Streams()
-        self.post_optim_event: Any = None
-
-    @property
-    def all_states(self) -> list[ModuleState]:
-        """The name by which torch.distributed.pipelining knows `states`."""
-        return self.states
+__all__ = ["ModuleState", "find_state"]
 
 
 class ModuleState:
@@ -67,7 +47,7 @@ class ModuleState:
         self.is_root: bool | None = None
         """None until the first forward of a model finds out."""
         self.phase = Phase.IDLE
-        self.schedule = Schedule()
+        self.schedule: Schedule[ModuleState] = Schedule()
         self.schedule.states = [self]
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
@@ -79,6 +59,8 @@ class ModuleState:
         """The exception that the caller was handling when forward began."""
         self._to_run: set[nn.Module] = set()
         """Modules of this call whose forward is still expected in this pass."""
+        self._census: Census
+        """Of the root alone."""
         self._hooks: list[RemovableHandle] = []
         for module in modules:
             _torch.attach_state(module, self)
@@ -99,7 +81,7 @@ class ModuleState:
     # What torch.distributed.pipelining uses
 
     @property
-    def _state_ctx(self) -> Schedule:
+    def _state_ctx(self) -> Schedule[ModuleState]:
         return self.schedule
 
     @property
@@ -115,22 +97,24 @@ class ModuleState:
         """Before the first use: the module that runs first is the root, and all wrapped modules below it join it."""
         if self.is_root is not None:
             return
-        if len(self.modules) > 1:
-            raise RuntimeError(f"fully_shard needs one root module, got {len(self.modules)}: wrap their parent too")
         root = self.modules[0]
-        states = self._find_states(root)
-        meshes = list({id(group.mesh.group): group.mesh for state in states for group in state.groups}.values())
-        with failing_together(meshes):
+        with failing_together(_circles_of([self])):
+            states = self._find_states(root)
+        circles = _circles_of(states)
+        with failing_together(circles):
             _name_groups(root, states)
-            _refuse_strangers(root, states)
-        plan = Plan(tuple(group.plan for state in states for group in state.groups))
-        for mesh in meshes:
-            agree(mesh, Statement(plan.to_json()))
+            self._census = _census_of(root, states)
+        groups = [group for state in states for group in state.groups]
+        plan = Plan(tuple(group.plan for group in groups))
+        settle(circles, [_plan_on(circle, groups) for circle in circles])
+        check_replicas(groups, circles)
         self._lead(states)
         if dist.is_initialized() and dist.get_rank() == 0:
             logger.info("%s", _summary(root, plan))
 
     def _find_states(self, root: nn.Module) -> list[ModuleState]:
+        if len(self.modules) > 1:
+            raise RuntimeError(f"fully_shard needs one root module, got {len(self.modules)}: wrap their parent too")
         states: list[ModuleState] = []
         for name, module in root.named_modules():
             state = find_state(module)
@@ -182,13 +166,17 @@ class ModuleState:
         self._gather()
         if first:
             args, kwargs = self._watch_inputs(args, kwargs)
-            for state in self.forward_prefetch:
+            recorded = [] if _torch.in_backward() else self.schedule.begin(self)
+            for state in self.forward_prefetch or recorded:
                 state.prefetch(Phase.FORWARD)
         return args, kwargs
 
     def _start_iteration(self) -> None:
         schedule = self.schedule
         schedule.forward_root = self
+        schedule.begun = []
+        if self.is_root and not self._census.holds:
+            self._census = _census_of(self.modules[0], schedule.states)
         schedule.streams.start_forward(schedule.post_optim_event)
         schedule.post_optim_event = None
 
@@ -231,8 +219,21 @@ class ModuleState:
         self.phase = Phase.IDLE
         if self.schedule.forward_root is self:
             output = self._end_unfinished(output)
-            self.schedule.forward_root = None
+            self._end_iteration_forward(recomputing)
         return self._cast_output(output)
+
+    def _end_iteration_forward(self, recomputing: bool) -> None:
+        schedule = self.schedule
+        schedule.forward_root = None
+        if recomputing:
+            return
+        schedule.last_begun = schedule.begun
+        if torch.is_grad_enabled():
+            schedule.last_order = list(schedule.order)
+            return
+        for state in schedule.states:  # no backward will end what was gathered ahead of a forward that did not come
+            for group in state.groups:
+                group.drop_gather()
 
     def _end_unfinished(self, output: Any) -> Any:
         """End the forward of states of which only some modules ran."""
@@ -391,9 +392,20 @@ def _summary(root: nn.Module, plan: Plan) -> str:
     )
 
 
-def _refuse_strangers(root: nn.Module, states: list[ModuleState]) -> None:
-    """Every parameter below the root is managed or ignored, and every ignored one is below the root."""
+def _circles_of(states: list[ModuleState]) -> list[Circle]:
+    """One for each data mesh, and what its parameters are sharded on besides."""
+    groups: dict[int, list[ParamGroup]] = {}
+    for state in states:
+        for group in state.groups:
+            groups.setdefault(id(group.mesh.group), []).append(group)
+    return [Circle.of(each[0].mesh, (p for group in each for p in group.shards.params)) for each in groups.values()]
+
+
+def _plan_on(circle: Circle, groups: list[ParamGroup]) -> Plan:
+    return Plan(tuple(group.plan for group in groups if group.mesh.group is circle.mesh.group))
+
+
+def _census_of(root: nn.Module, states: list[ModuleState]) -> Census:
     ignored: set[nn.Parameter] = set().union(*(state.ignored for state in states))
     managed = {param for state in states for group in state.groups for param in group.registered}
-    refuse_unmanaged(root, managed, ignored)
-    refuse_unknown_ignored(root, ignored)
+    return Census(root, managed, ignored)
