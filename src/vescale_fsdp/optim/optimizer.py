@@ -186,8 +186,13 @@ class MatrixOptimizer(Optimizer):
         """The matrices of parameter number `index`, as runs of whole rows."""
         return self._matrices(name, param, index)
 
-    def reorder(self, matrices: Sequence[Matrix], owners: Sequence[int], whole: Sequence[int | None]) -> Sequence[int]:
-        """A last word on the owners; `whole[i]` is the rank that holds matrix i whole, or None."""
+    def reorder(
+        self, matrices: Sequence[Matrix], owners: Sequence[int], whole: Sequence[int | None], sizes: tuple[int, ...]
+    ) -> Sequence[int]:
+        """A last word on the owners; `whole[i]` is the rank that holds matrix i whole, or None.
+
+        Ranks are numbered row-major over the mesh axes that are travelled, whose `sizes` these are.
+        """
         return owners
 
     def prepare(self, borrowed: Borrowed, present: Sequence[int]) -> None:

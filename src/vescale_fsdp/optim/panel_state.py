@@ -5,27 +5,32 @@ w (6, 5), blocks of at most 4:   panel 0 = rows 0..4, blocks (4, 4) (4, 1)     o
 
 factors   | 4*4 + 4*4 | 4*4 + 1*1 || 2*2 + 4*4 | 2*2 + 1*1 |     49 elements on rank 0, 25 on rank 1
 square    |    4*4    |    4*1    ||    2*4    |    2*1    |     20 elements on rank 0, 10 on rank 1
+
+Where matrices travel along several mesh axes, the owners of one parameter stand on one line of ranks along the longest
+of them; which line it is differs from parameter to parameter. On a (2, 4) mesh the parameter above may have the owners
+(1, 0) and (1, 1), and its state the placements RaggedShard((0,), (0, 1)), RaggedShard((0,), (49, 25, 0, 0)).
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from ragged_dtensor import RaggedShard
+from vescale_fsdp.errors import VescaleError
 
 from .lend import flat_local
 from .matrices import Matrix, cuts
-from .terms import Place, Terms
+from .terms import Place, Terms, ravel, unravel
 
-__all__ = ["BlockViews", "Kind", "PanelStates", "ascending_owners"]
+__all__ = ["BlockViews", "Kind", "PanelStates"]
 
 
 class Kind(Enum):
@@ -54,12 +59,7 @@ class PanelStates:
 
     @classmethod
     def of(cls, terms: Terms, index: int, fqn: str, max_block_dim: int) -> PanelStates:
-        """For parameter number `index`. Raises NotImplementedError if matrices travel along several mesh axes."""
-        if len(terms.place.axes) > 1:
-            raise NotImplementedError(
-                f"{fqn}: the state of blocks lies on one sharded mesh axis, but parameters on this mesh are sharded "
-                f"over axes {terms.place.axes}. Use Muon, or leave tensor parallelism."
-            )
+        """For parameter number `index`."""
         pairs = sorted(terms.of_tensor(index), key=lambda pair: pair[0].begin)
         panels, owners = tuple(panel for panel, _ in pairs), tuple(owner for _, owner in pairs)
         return cls(fqn, terms.place, panels, owners, max_block_dim)
@@ -73,16 +73,39 @@ class PanelStates:
 
     def zeros(self, kind: Kind, param: Tensor) -> Tensor:
         """A state tensor, a DTensor if the parameter is one."""
-        counts = [0] * self.place.num_ranks
-        for panel, owner in zip(self.panels, self.owners, strict=True):
-            counts[owner] += self.numel(kind, panel)
-        local = torch.zeros(counts[self._here], dtype=state_dtype(param), device=self.place.device)
+        numels = [self.numel(kind, panel) for panel in self.panels]
+        mine = sum(numel for numel, owner in zip(numels, self.owners, strict=True) if owner == self._here)
+        local = torch.zeros(mine, dtype=state_dtype(param), device=self.place.device)
         if not isinstance(param, DTensor):
             return local
-        mesh, axes = param.device_mesh, self.place.axes
-        placements = [RaggedShard((0,), counts) if axis in axes else Replicate() for axis in range(mesh.ndim)]
-        shape = torch.Size((sum(counts),))
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(1,))
+        shape = torch.Size((sum(numels),))
+        placements = self.placements(kind)
+        return DTensor.from_local(local, param.device_mesh, placements, run_check=False, shape=shape, stride=(1,))
+
+    def placements(self, kind: Kind) -> tuple[Placement, ...]:
+        """Of a state tensor: the owners' shares along their line, the one line they stand on along the other axes."""
+        if self.place.mesh is None:
+            return ()
+        shares = [[0] * size for size in self.place.sizes]
+        for panel, owner in zip(self.panels, self.owners, strict=True):
+            numel = self.numel(kind, panel)
+            for share, at in zip(shares, unravel(owner, self.place.sizes), strict=True):
+                share[at] += numel
+        by_axis = dict(zip(self.place.axes, shares, strict=True))
+        axes = range(self.place.mesh.ndim)
+        return tuple(RaggedShard((0,), by_axis[axis]) if axis in by_axis else Replicate() for axis in axes)
+
+    def settle(self, kinds: Mapping[str, Kind], states: dict[str, Tensor]) -> None:
+        """Bring state that other owners left (it was loaded, or parameters were added) to its owners. Collective."""
+        for name in (name for name in kinds if self.panels and name in states):
+            state, placements = states[name], self.placements(kinds[name])
+            if (state.device_mesh if isinstance(state, DTensor) else None) != self.place.mesh:
+                raise VescaleError(
+                    f"{self.fqn}: its state {name} is not on the parameter's mesh {self.place.mesh}. Load a state dict "
+                    "through torch.distributed.checkpoint, which fits it to the parameters."
+                )
+            if isinstance(state, DTensor) and state.placements != placements:
+                states[name] = state.redistribute(placements=placements)
 
     def views(self, kinds: Mapping[str, Kind], states: Mapping[str, Tensor]) -> dict[int, list[BlockViews]]:
         """The states of this rank's blocks, as views, by the begin of their panel."""
@@ -103,43 +126,9 @@ class PanelStates:
 
     @property
     def _here(self) -> int:
-        return self.place.here[0] if self.place.axes else 0
+        return ravel(self.place.here, self.place.sizes)
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
     """The state of blocks is never kept in less than float32."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def ascending_owners(matrices: Sequence[Matrix], owners: Sequence[int], whole: Sequence[int | None]) -> list[int]:
-    """Owners that never descend along a parameter, so that what a rank owns is one run of the parameter's state.
-
-    A panel that lies whole on a rank (`whole`) stays there.
-    """
-    by_tensor: dict[int, list[int]] = defaultdict(list)
-    for number in sorted(range(len(matrices)), key=lambda number: matrices[number].begin):
-        by_tensor[matrices[number].tensor].append(number)
-    ordered = list(owners)
-    for numbers in by_tensor.values():
-        ascending = _ascending([owners[number] for number in numbers], [whole[number] for number in numbers])
-        for number, owner in zip(numbers, ascending, strict=True):
-            ordered[number] = owner
-    return ordered
-
-
-def _ascending(owners: Sequence[int], pinned: Sequence[int | None]) -> list[int]:
-    """`owners` sorted between the pinned ones, and within their bounds; all sorted when the pinned ones descend."""
-    fixed = [owner for owner in pinned if owner is not None]
-    if fixed != sorted(fixed):
-        return sorted(owners)
-    result: list[int] = []
-    free: list[int] = []
-    low = 0
-    for owner, pin in [*zip(owners, pinned, strict=True), (0, max(owners, default=0))]:
-        if pin is None:
-            free.append(owner)
-            continue
-        result += [min(max(each, low), pin) for each in sorted(free)]
-        result.append(pin)
-        free, low = [], pin
-    return result[:-1]

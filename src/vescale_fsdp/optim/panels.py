@@ -24,7 +24,8 @@ from vescale_fsdp.errors import VescaleError
 from .lend import Run
 from .matrices import Matrix, cuts, panels_of
 from .optimizer import Borrowed, Group, MatrixOptimizer
-from .panel_state import BlockViews, Kind, PanelStates, ascending_owners
+from .panel_owners import ascending_owners
+from .panel_state import BlockViews, Kind, PanelStates
 
 __all__ = ["PanelOptimizer"]
 
@@ -32,10 +33,9 @@ __all__ = ["PanelOptimizer"]
 class PanelOptimizer(MatrixOptimizer):
     """Base of optimizers whose state belongs to blocks of at most `max_block_dim` rows and columns.
 
-    State of a parameter: `step`, and for each name in `kinds` a 1-d DTensor with a RaggedShard over the axis along
-    which matrices travel; it holds the panels in memory order, each by its owner. All ranks hold the same names.
-
-    Raises NotImplementedError for parameters that are sharded over two mesh axes (tensor parallelism).
+    State of a parameter: `step`, and for each name in `kinds` a 1-d DTensor with a RaggedShard over each axis along
+    which matrices travel; it holds the panels in memory order, each by its owner. All ranks hold the same names. Over
+    several axes (tensor parallelism, replicas that share) the owners of one parameter stand on one line of ranks.
     """
 
     kinds: Mapping[str, Kind]
@@ -45,8 +45,6 @@ class PanelOptimizer(MatrixOptimizer):
             raise VescaleError(f"max_preconditioner_dim: expected at least 1, got {max_block_dim}.")
         self.max_block_dim = max_block_dim
         super().__init__(params, defaults, **options)
-        for borrowed in self.borrowed():
-            PanelStates.of(borrowed.lender.terms, 0, borrowed.names[0], max_block_dim)
 
     @abstractmethod
     def update(self, grad_MN: Tensor, views: BlockViews, step: int) -> Tensor:
@@ -82,8 +80,16 @@ class PanelOptimizer(MatrixOptimizer):
         """What the update of one block costs, in operations."""
         return 8 * rows * columns * (rows + columns)
 
-    def reorder(self, matrices: Sequence[Matrix], owners: Sequence[int], whole: Sequence[int | None]) -> Sequence[int]:
-        return ascending_owners(matrices, owners, whole)
+    def reorder(
+        self, matrices: Sequence[Matrix], owners: Sequence[int], whole: Sequence[int | None], sizes: tuple[int, ...]
+    ) -> Sequence[int]:
+        costs = [self.cost(matrix) for matrix in matrices]
+        return ascending_owners(matrices, owners, whole, sizes=sizes, costs=costs)
+
+    def prepare(self, borrowed: Borrowed, present: Sequence[int]) -> None:
+        for index, param in enumerate(borrowed.params):
+            if state := self.state.get(param):
+                self._layout(borrowed, index).settle(self.kinds, state)
 
     def read(self, borrowed: Borrowed, runs: Sequence[Run]) -> list[Tensor]:
         return [run.of(borrowed.local_grad(run.matrix.tensor)) for run in runs]
@@ -129,10 +135,13 @@ class PanelOptimizer(MatrixOptimizer):
     def _views(self, borrowed: Borrowed, index: int) -> dict[int, list[BlockViews]]:
         """The state of the owned blocks, by the begin of their panel; zeros where there is none yet."""
         param, state = borrowed.params[index], self.state[borrowed.params[index]]
-        layout = PanelStates.of(borrowed.lender.terms, index, borrowed.names[index], self.max_block_dim)
+        layout = self._layout(borrowed, index)
         if not layout.panels:
             return {}
         for name, kind in self.kinds.items():
             if name not in state:
                 state[name] = layout.zeros(kind, param)
         return layout.views(self.kinds, state)
+
+    def _layout(self, borrowed: Borrowed, index: int) -> PanelStates:
+        return PanelStates.of(borrowed.lender.terms, index, borrowed.names[index], self.max_block_dim)

@@ -13,7 +13,7 @@ State of a parameter, all DTensors, so that checkpoints reshard them like any ot
     roots       1-d, in the same order: L^(-1/4) and R^(-1/4)
     square      1-d: for each panel and block, the grafted method's second moment (M, N) (absent where it has none)
 
-The 1-d tensors have a RaggedShard over the axis along which matrices travel: a rank holds the panels that it owns.
+The 1-d tensors have a RaggedShard over each axis along which matrices travel: a rank holds the panels that it owns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from vescale_fsdp._torch import foreach_add_, foreach_lerp_, foreach_mul_
 from vescale_fsdp.errors import VescaleError
 
-from .lend import BUCKET_NBYTES, Run, flat_local
+from .lend import BUCKET_NBYTES, Replicas, Run, flat_local
 from .optimizer import Borrowed, Group
 from .panel_state import BlockViews, Kind
 from .panels import PanelOptimizer
@@ -44,9 +44,8 @@ class Shampoo(PanelOptimizer):
         weight decay. These three may differ between parameter groups, the others are the optimizer's.
     beta2, epsilon, precondition_frequency, start_preconditioning_step, grafting, grafting_epsilon: `ShampooOptions`.
     max_preconditioner_dim: the largest block.
-    split, flatten, bucket_nbytes: see `MatrixOptimizer`. A group with `"algorithm": "adamw"` is stepped by AdamW.
-
-    Raises NotImplementedError for parameters that are sharded over two mesh axes (tensor parallelism).
+    split, flatten, bucket_nbytes, replicas: see `MatrixOptimizer`. A group with `"algorithm": "adamw"` is stepped by
+        AdamW.
     """
 
     algorithm = "shampoo"
@@ -68,6 +67,7 @@ class Shampoo(PanelOptimizer):
         split: Mapping[str, Sequence[int]] | None = None,
         flatten: Collection[str] = (),
         bucket_nbytes: int = BUCKET_NBYTES,
+        replicas: Replicas = Replicas.REPEAT,
     ) -> None:
         self.options = ShampooOptions(
             beta2, epsilon, precondition_frequency, start_preconditioning_step, grafting, grafting_epsilon
@@ -83,6 +83,7 @@ class Shampoo(PanelOptimizer):
             split=split,
             flatten=flatten,
             bucket_nbytes=bucket_nbytes,
+            replicas=replicas,
         )
 
     def add_param_group(self, param_group: Group) -> None:

@@ -27,10 +27,11 @@ from .matrices import Matrix, matrices_of
 from .owners import select_owners
 from .route import Coordinate, Loan
 
-__all__ = ["Place", "Replicas", "Terms"]
+__all__ = ["Place", "Replicas", "Terms", "ravel", "unravel"]
 
-# From matrices, their owners, and for each the rank that holds it whole or None: other owners.
-Reorder = Callable[[Sequence[Matrix], Sequence[int], Sequence[int | None]], Sequence[int]]
+# From matrices, their owners, for each the rank that holds it whole or None, and the sizes of the travelled axes: other
+# owners. Ranks are numbered row-major over these axes.
+Reorder = Callable[[Sequence[Matrix], Sequence[int], Sequence[int | None], Coordinate], Sequence[int]]
 
 
 class Replicas(Enum):
@@ -140,7 +141,7 @@ class Terms:
         if owners is None:
             owners = select_owners(costs, place.num_ranks, held=held, whole=whole).owners
         if reorder is not None:
-            owners = reorder(matrices, owners, whole)
+            owners = reorder(matrices, owners, whole, place.sizes)
         _check_owners(owners, len(matrices), place.num_ranks)
         loads = [0] * place.num_ranks
         for owner, price in zip(owners, costs, strict=True):

@@ -18,9 +18,10 @@ from sharding import shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from ragged_dtensor import RaggedShard
-from vescale_fsdp.optim import Shampoo
+from ragged_dtensor import RaggedShard, StridedRaggedShard
+from vescale_fsdp.optim import Replicas, Shampoo
 
 Shape = tuple[int, ...]
 SHAPES: list[Shape] = [(12, 10), (9, 7), (1, 8), (8, 1), (2, 6, 5)]
@@ -99,14 +100,50 @@ def test_six_steps_equal_a_naive_one_process_shampoo() -> None:
         torch.testing.assert_close(param.to_local(), shard(expected, *layout).to_local())  # type: ignore[attr-defined]
 
 
+LAYOUTS_2D: list[tuple[Shape, list[Any]]] = [
+    ((12, 10), [Replicate(), RaggedShard((0,), (1, 2))]),
+    ((12, 10), [RaggedShard((0,), (1, 2)), Shard(1)]),
+    ((12, 10), [StridedRaggedShard((0,), (1, 2), 2), Shard(0)]),
+    ((12, 10), [_StridedShard(0, split_factor=2), Shard(0)]),
+    ((8, 1), [RaggedShard((0,), (3, 5)), Replicate()]),
+    ((2, 6, 5), [RaggedShard((0,), (0, 1)), Shard(1)]),
+    ((0, 3), [RaggedShard((0,), (0, 1)), Shard(1)]),
+]
+
+
+def check_naive(params: Sequence[Tensor], layouts: Sequence[Any], num_steps: int) -> None:
+    shapes = [tuple(param.shape) for param in params]
+    for i, (param, layout) in enumerate(zip(params, layouts, strict=True)):
+        expected = naive_shampoo(fulls(99, shapes)[i], [fulls(seed, shapes)[i] for seed in range(num_steps)])
+        torch.testing.assert_close(param.to_local(), shard(expected, *layout).to_local())  # type: ignore[attr-defined]
+
+
 @ranks(4)
-def test_replicas_repeat_the_same_steps() -> None:
+@pytest.mark.parametrize("replicas", list(Replicas))
+def test_hsdp_and_tensor_parallel_layouts_take_the_same_steps(replicas: Replicas) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    layout = (mesh, [Replicate(), RaggedShard((0,), (1, 2))])
-    param = nn.Parameter(shard(fulls(99)[0], *layout))
-    steps(Shampoo([param], **OPTIONS), [param], [layout], range(3))
-    expected = naive_shampoo(fulls(99)[0], [fulls(seed)[0] for seed in range(3)])
-    torch.testing.assert_close(param.to_local(), shard(expected, *layout).to_local())  # type: ignore[attr-defined]
+    shapes, placements = zip(*LAYOUTS_2D, strict=True)
+    layouts = [(mesh, each) for each in placements]
+    params = [nn.Parameter(shard(w, *layout)) for w, layout in zip(fulls(99, shapes), layouts, strict=True)]
+    steps(Shampoo(params, replicas=replicas, bucket_nbytes=8 * 60, **OPTIONS), params, layouts, range(4))
+    check_naive(params, layouts, 4)
+
+
+@ranks(4)
+def test_the_state_of_a_tensor_parallel_parameter_lies_on_one_line_of_ranks() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    layout = (mesh, [RaggedShard((0,), (1, 2)), Shard(1)])
+    params = [nn.Parameter(shard(fulls(99)[0], *layout)) for _ in range(2)]
+    optimizer = Shampoo(params, **OPTIONS)
+    steps(optimizer, params, [layout] * 2, range(2))
+    squares = [optimizer.state[param]["square"] for param in params]
+    assert [square.placements for square in squares] == [  # type: ignore[attr-defined]
+        (RaggedShard((0,), (2, 1)), RaggedShard((0,), (1, 0))),
+        (RaggedShard((0,), (2, 1)), RaggedShard((0,), (0, 1))),
+    ]
+    blocks = [fulls(seed)[0][:4, :4] for seed in range(2)]
+    square = 0.001 * (0.999 * blocks[0] * blocks[0] + blocks[1] * blocks[1])
+    torch.testing.assert_close(squares[0].full_tensor()[:16].view(4, 4), square)  # type: ignore[attr-defined]
 
 
 @ranks(2)
@@ -217,14 +254,6 @@ def test_missing_gradients_empty_shards_and_nothing_at_all() -> None:
     assert torch.equal(params[1].to_local(), before)  # type: ignore[attr-defined]
     assert not optimizer.state[params[1]]
     assert optimizer.state[params[0]]["step"] == 1
-
-
-@ranks(4)
-def test_tensor_parallel_parameters_are_refused_when_the_optimizer_is_made() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    param = nn.Parameter(shard(fulls(1)[0], mesh, [RaggedShard((0,), (1, 2)), Shard(1)]))
-    with pytest.raises(NotImplementedError, match=r"w: the state of blocks lies on one sharded mesh axis"):
-        Shampoo([("w", param)])
 
 
 @pytest.mark.parametrize(
