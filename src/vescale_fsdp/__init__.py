@@ -18,11 +18,13 @@ from .broadcast import broadcast_replicas
 from .checkpoint import (
     CheckpointError,
     export_safetensors,
+    from_fsdp2,
     import_safetensors,
     iterate_tensors,
     load,
     load_full_state,
     save,
+    to_fsdp2,
     transfer_state,
 )
 from .comm_context import share_comm_ctx
@@ -52,6 +54,7 @@ __all__ = [
     "clip_grad_norm_",
     "explain",
     "export_safetensors",
+    "from_fsdp2",
     "fully_shard",
     "hookimpl",
     "import_safetensors",
@@ -62,6 +65,7 @@ __all__ = [
     "report",
     "save",
     "share_comm_ctx",
+    "to_fsdp2",
     "traffic",
     "transfer_state",
 ]

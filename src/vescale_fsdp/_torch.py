@@ -47,6 +47,7 @@ __all__ = [
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
+    "forget_fsdp2",
     "forget_state",
     "fsdp2_units",
     "in_backward",
@@ -365,7 +366,10 @@ class Fsdp2Unit:
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `fully_shard` that say the same."""
-        options = {"reshard_after_forward": self._reshard_after_forward(), "mp_policy": self._state._mp_policy}
+        options: dict[str, Any] = {
+            "reshard_after_forward": self._reshard_after_forward(),
+            "mp_policy": self._state._mp_policy,
+        }
         if self._groups:
             options |= {"mesh": self.mesh_info.mesh, "offload_policy": self._groups[0].offload_policy}
         return options
@@ -382,9 +386,16 @@ class Fsdp2Unit:
     def settings(self) -> dict[str, Any]:
         """What FSDPModule's setters changed since, by the names of the setters' arguments."""
         group = self._groups[0] if self._groups else None
-        names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "unshard_in_backward")
-        names += ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_scatter_unused_params")
-        names += ("reduce_scatter_max_input_buffers",)
+        names = [
+            "reduce_grads",
+            "all_reduce_grads",
+            "reshard_after_backward",
+            "unshard_in_backward",
+            "gradient_divide_factor",
+            "force_sum_reduction_for_comms",
+            "reduce_scatter_unused_params",  # 2.13
+            "reduce_scatter_max_input_buffers",  # 2.13
+        ]
         return {name: getattr(group, name) for name in names if hasattr(group, name)}
 
     @property
@@ -436,6 +447,13 @@ class Fsdp2Unit:
         """Undo `forget`."""
         for module in self.modules:
             _module_state_mapping[module] = weakref.ref(self._state)
+
+
+def forget_fsdp2(model: nn.Module) -> None:
+    """`Fsdp2Unit.forget` for the whole model, also where a call of torch's fully_shard ended half-way."""
+    for module in model.modules():
+        if isinstance(state_of(module), FSDPState):
+            _module_state_mapping.pop(module, None)
 
 
 def fsdp2_units(model: nn.Module) -> list[Fsdp2Unit]:

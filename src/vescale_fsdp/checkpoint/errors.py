@@ -23,15 +23,17 @@ def together(work: Callable[[], T]) -> list[T]:
 
     One gather of small objects: for facts and checks, never for tensors.
     """
+    cause: Exception | None = None
     try:
         mine: tuple[T | None, str | None] = work(), None
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever it is: the other ranks would wait
+        cause = error
         mine = None, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     found: list[tuple[T | None, str | None]] = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         found = [mine] * dist.get_world_size()
         dist.all_gather_object(found, mine)
-    _raise_first([error for _, error in found])
+    _raise_first([error for _, error in found], cause)
     return [result for result, _ in found]  # type: ignore[misc]  # no error: each has its result
 
 
@@ -42,10 +44,10 @@ def on_rank_0(work: Callable[[], T]) -> T:
     return together(lambda: None)[0]  # type: ignore[return-value]  # rank 0's result, not ours
 
 
-def _raise_first(errors: list[str | None]) -> None:
+def _raise_first(errors: list[str | None], cause: Exception | None) -> None:
     failed = {rank: error for rank, error in enumerate(errors) if error is not None}
     if failed:
         rank = min(failed)
         same = [str(other) for other, error in failed.items() if error == failed[rank]]
         where = f" (rank{'s' if len(same) > 1 else ''} {', '.join(same)} of {len(errors)})" if len(errors) > 1 else ""
-        raise CheckpointError(failed[rank] + where)
+        raise CheckpointError(failed[rank] + where) from cause

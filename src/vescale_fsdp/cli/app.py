@@ -10,6 +10,7 @@ import typer
 
 from vescale_fsdp.cli.advise import advise
 from vescale_fsdp.cli.errors import OneLineErrors
+from vescale_fsdp.cli.migrate import migrate
 from vescale_fsdp.cli.plan import plan
 from vescale_fsdp.cli.plugins import plugins
 from vescale_fsdp.cli.train import train
@@ -26,6 +27,7 @@ app.command()(train)
 app.command()(plan)
 app.command()(advise)
 app.command()(plugins)
+app.command()(migrate)
 
 
 @app.callback()

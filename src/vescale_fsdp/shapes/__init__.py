@@ -12,7 +12,7 @@ from pathlib import Path
 from ..spec import itemsize_bits
 from .checks import load_json
 from .model_json import from_json, to_json
-from .modules import from_factory, from_module
+from .modules import build, from_factory, from_module
 from .safetensors import checkpoint_in, from_file, from_index
 from .values import ModelShapes, ShapeError, ShapeGroup, group_by_block, merge_equal
 
@@ -20,6 +20,7 @@ __all__ = [
     "ModelShapes",
     "ShapeError",
     "ShapeGroup",
+    "build",
     "from_module",
     "group_by_block",
     "merge_equal",

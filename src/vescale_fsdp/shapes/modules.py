@@ -11,7 +11,7 @@ from typing import Any
 from ..spec import ParamSpec
 from .values import ModelShapes, ShapeError, group_by_block
 
-__all__ = ["from_factory", "from_module"]
+__all__ = ["build", "from_factory", "from_module"]
 
 
 def from_module(module: Any, *, model: str = "", source: str = "module") -> ModelShapes:
@@ -24,7 +24,15 @@ def from_module(module: Any, *, model: str = "", source: str = "module") -> Mode
 
 
 def from_factory(source: str) -> ModelShapes:
-    """Import and call a factory that takes no arguments; the current folder is searched first."""
+    """Shapes of the module that `build` makes of `package.module:factory`."""
+    return from_module(build(source), model=source.partition(":")[2], source=source)
+
+
+def build(source: str) -> Any:
+    """The nn.Module `package.module:name`, or what a factory there returns: it takes no arguments, and gets no memory.
+
+    The current folder is searched first. ShapeError with whatever the user's own code raised.
+    """
     import torch
 
     module_name, _, attribute = source.partition(":")
@@ -33,7 +41,7 @@ def from_factory(source: str) -> ModelShapes:
     try:
         factory = attrgetter(attribute)(importlib.import_module(module_name))
         if isinstance(factory, torch.nn.Module):
-            return from_module(factory, model=attribute, source=source)
+            return factory
         with torch.device("meta"):
             module = factory()
     except (Exception, SystemExit) as error:  # whatever the user's own code raises
@@ -42,4 +50,4 @@ def from_factory(source: str) -> ModelShapes:
         sys.path.remove(folder)
     if not isinstance(module, torch.nn.Module):
         raise ShapeError(f"{source}: the factory returned {type(module).__name__}, expected a torch.nn.Module")
-    return from_module(module, model=attribute, source=source)
+    return module
