@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ragged_dtensor import Granularity
 
+from .block_cuts import check_other_cuts
 from .block_format import BlockFormat
+from .encoded_group import is_handed
 from .errors import VescaleError
 from .extensions import is_extension
 from .home import Home
@@ -65,9 +67,17 @@ def plan_groups(
         policy = _policy(each, param_policy)
         placed = placement_fn(each.param) if placement_fn is not None else None
         its_mesh = _mesh_of(each, placed, mesh, meshes)
-        each = replace(each, home=Home.of(each.fqn, each.param, its_mesh))
+        home = Home.of(each.fqn, each.param, its_mesh)
+        each = replace(each, home=home)
+        if policy is not None and policy.format is not None and home.is_uneven:
+            raise NotImplementedError(
+                f"{each.fqn}: {home.around} on {home.mesh} leaves unequal parts of {tuple(each.param.shape)}, which "
+                f"format {policy.format!r} is not built for. Let param_policy give no format for it."
+            )
+        _check_blocks(each, policy)
         format = policy.format if policy is not None else None
-        key = its_mesh, each.param.dtype, each.param.requires_grad, format, is_extension(each.param)
+        handed = format is not None and is_handed(each)
+        key = its_mesh, each.param.dtype, each.param.requires_grad, format, handed, is_extension(each.param)
         groups.setdefault(key, []).append((each, policy))
     return [
         Members(
@@ -77,7 +87,7 @@ def plan_groups(
             registry().format(format) if format is not None else None,
             gathers_itself,
         )
-        for (its_mesh, _, _, format, gathers_itself), members in groups.items()
+        for (its_mesh, _, _, format, _, gathers_itself), members in groups.items()
     ]
 
 
@@ -126,6 +136,17 @@ def _policy(managed: ManagedParam, param_policy: ParamPolicyFn | None) -> ParamP
             f"format {policy.format!r} would do nothing. Let param_policy give no format for it."
         )
     return policy
+
+
+def _check_blocks(managed: ManagedParam, policy: ParamPolicy | None) -> None:
+    """Other parallelisms leave the blocks of wished formats whole: encoding a rank's part knows nothing beside it."""
+    home = managed.home
+    if policy is None or home is None or home.given is None:
+        return
+    cuts = [(each.dim, home.mesh.size(axis)) for axis, each in enumerate(home.around) if isinstance(each, Shard)]
+    for name in (policy.format, policy.state_format):
+        if name is not None:
+            check_other_cuts(managed.fqn, tuple(managed.param.shape), cuts, registry().format(name))
 
 
 def _plan(

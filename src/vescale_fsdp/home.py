@@ -76,8 +76,10 @@ class Home:
     def ragged(self, layout: Layout, index: int) -> RaggedShard:
         """The placement of tensor `index`, the same on every rank."""
         shard = ragged_shard(layout, index, self.largest, self._max_flat)
-        split = self._split_factor
-        return shard if split == 1 else StridedRaggedShard(shard.dims, shard.local_units, split)
+        pieces = self._later_pieces
+        if not pieces:
+            return shard
+        return StridedRaggedShard(shard.dims, shard.local_units, math.prod(pieces))
 
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
         """Of the sharded parameter, its gradient and its optimizer state."""
@@ -137,12 +139,12 @@ class Home:
         return min(dims, default=len(self.largest))
 
     @property
-    def _split_factor(self) -> int:
-        """Pieces of a later `Shard(0)`, inside each of which the ragged cut is taken."""
+    def _later_pieces(self) -> list[int]:
+        """How many pieces each later `Shard(0)` makes: the ragged cut is taken inside all of them."""
         if self.axis is None:
-            return 1
+            return []
         later = range(self.axis + 1, self.mesh.ndim)
-        return math.prod(self.mesh.size(axis) for axis in later if self.around[axis] == Shard(0))
+        return [self.mesh.size(axis) for axis in later if self.around[axis] == Shard(0)]
 
 
 def _beside_other_axes(fqn: str, param: DTensor, data: DataMesh) -> Home:
