@@ -1,10 +1,11 @@
 """What a ragged placement costs: an op against the same op on Shard(0), a movement against the bare collective.
 
-    python benchmarks/placement.py [--only ops ranks movements] [--json FILE]
+    python benchmarks/placement.py [--only ops ranks movements] [--json FILE] [--mib 16 32]
 
-Ops run on one process of a fake 8-rank group (and of a 16,384-rank one), cases interleaved, medians of many rounds.
-Movements run on 2 gloo ranks, 16 MiB and more per tensor, interleaved with the bare collective of as many bytes; the
-lower quartile of many rounds counts, which a busy machine disturbs least. Each line: ours, the other, ratio.
+Ops run on one process of a fake 8-rank group (and of a 16,384-rank one), cases interleaved, medians of many rounds, in
+CPU time of this process alone. Norms are agreed on at once, where Shard(0) leaves them to be reduced; `clip_grad_norm_`
+compares like with like. Movements run on 2 gloo ranks, 16 MiB and more per tensor, interleaved with the bare collective
+of as many bytes, by the clock; the fastest of many rounds counts. Each line: ours, the other, ratio.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,9 +36,11 @@ MiB = 1 << 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--mib", nargs="+", type=int, default=[16, 32], help="sizes of the tensors that move (16 32)")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="sections to run (all)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    SECTIONS["movements"] = lambda: movement_costs([mib * MiB for mib in arguments.mib])
     report = {title: SECTIONS[title]() for title in arguments.only or SECTIONS}
     for title, rows in report.items():
         print(f"\n{title}")
@@ -52,6 +55,7 @@ def interleaved(
     rounds: int,
     calls: int,
     pick: Callable[[list[float]], float] = statistics.median,
+    clock: Callable[[], float] = time.process_time,
 ) -> dict[str, float]:
     """Seconds per call of each case, taking turns so that a busy machine hits all alike."""
     times: dict[str, list[float]] = {name: [] for name in cases}
@@ -59,22 +63,18 @@ def interleaved(
         case()
     for _ in range(rounds):
         for name, case in cases.items():
-            start = time.perf_counter()
+            start = clock()
             for _ in range(calls):
                 case()
-            times[name].append((time.perf_counter() - start) / calls)
+            times[name].append((clock() - start) / calls)
     return {name: pick(values) for name, values in times.items()}
-
-
-def lower_quartile(values: list[float]) -> float:
-    return statistics.quantiles(values, n=4)[0]
 
 
 # --- ops
 
 
 def op_costs() -> list[Row]:
-    """Microseconds per call over 32 tensors of 8 x 64 local elements: the cost is Python and C++, not arithmetic."""
+    """CPU microseconds per call over 32 tensors of 8 x 64 local elements: the cost is Python and C++, not sums."""
     with fake_ranks(8) as mesh:
         ragged = [tensors(mesh, RaggedShard((0,), (1, 2, 1, 1, 1, 0, 1, 1)), 8) for _ in range(2)]
         shard = [tensors(mesh, Shard(0), 8) for _ in range(2)]
@@ -136,11 +136,21 @@ def _adamw(parameters: list[DTensor], gradients: list[DTensor], **options: bool)
     return torch.optim.AdamW(leaves, lr=1e-3, **options).step
 
 
+def _clip(parameters: list[DTensor], gradients: list[DTensor]) -> Callable[[], object]:
+    leaves = [torch.nn.Parameter(p.clone()) for p in parameters]
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.grad = gradient.clone()
+    return lambda: torch.nn.utils.clip_grad_norm_(leaves, 1.0)
+
+
 OPS: dict[str, Callable[[list[DTensor], list[DTensor]], Callable[[], object]]] = {
     "x + y": lambda xs, ys: lambda: xs[0] + ys[0],
     "x * 2": lambda xs, ys: lambda: xs[0] * 2,
     "x.mul_(y)": lambda xs, ys: lambda: xs[0].mul_(ys[0]),
     "foreach add_, 32 tensors": lambda xs, ys: lambda: torch._foreach_add_(xs, ys, alpha=1e-6),
+    "x.sum(1)": lambda xs, ys: lambda: xs[0].sum(1),
+    "x.view(-1)": lambda xs, ys: lambda: xs[0].view(-1),
+    "clip_grad_norm_, 32 tensors": lambda xs, ys: _clip(xs, ys),
     "AdamW(foreach=True).step, 32 tensors": lambda xs, ys: _adamw(xs, ys, foreach=True),
     "AdamW(fused=True).step, 32 tensors": lambda xs, ys: _adamw(xs, ys, fused=True),
 }
@@ -149,23 +159,22 @@ OPS: dict[str, Callable[[list[DTensor], list[DTensor]], Callable[[], object]]] =
 # --- movements
 
 
-def movement_costs(num_ranks: int = 2) -> list[Row]:
+def movement_costs(sizes: Sequence[int] = (16 * MiB, 32 * MiB), num_ranks: int = 2) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         out = os.path.join(folder, "rows.json")
-        mp.spawn(_move, args=(num_ranks, folder, out), nprocs=num_ranks)
+        mp.spawn(_move, args=(num_ranks, list(sizes), folder, out), nprocs=num_ranks)
         return [(name, ours, theirs) for name, ours, theirs in json.loads(Path(out).read_text())]
 
 
-def _move(rank: int, num_ranks: int, folder: str, out: str) -> None:
+def _move(rank: int, num_ranks: int, sizes: list[int], folder: str, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     mesh = init_device_mesh("cpu", (num_ranks,))
     rows = []
-    for nbytes in (16 * MiB, 32 * MiB):
+    for nbytes in sizes:
         for name, movement, collective in _movements(mesh, rank, num_ranks, nbytes // 4):
-            found = interleaved(
-                {"ours": _synchronous(movement), "bare": _synchronous(collective)}, rounds=31, calls=1, pick=min
-            )
+            cases = {"ours": _synchronous(movement), "bare": _synchronous(collective)}
+            found = interleaved(cases, rounds=31, calls=1, pick=min, clock=time.perf_counter)
             rows.append((f"{name}, {nbytes // MiB} MiB", found["ours"] * 1e3, found["bare"] * 1e3))
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
@@ -237,7 +246,7 @@ def _transfers(have: list[int], want: list[int], rank: int) -> tuple[list[int], 
     return [common(rank, j) for j in ranks], [common(i, rank) for i in ranks]
 
 
-# Microseconds, ragged and Shard(0); microseconds, 16,384 ranks and 8; milliseconds, ours and the bare collective.
+# CPU microseconds, ragged and Shard(0); the same, 16,384 ranks and 8; milliseconds, ours and the bare collective.
 SECTIONS: dict[str, Callable[[], list[Row]]] = {"ops": op_costs, "ranks": rank_costs, "movements": movement_costs}
 
 

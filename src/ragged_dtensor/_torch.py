@@ -40,6 +40,7 @@ from ragged_dtensor.errors import UnsupportedTorchError
 from ragged_dtensor.seams import seams
 
 __all__ = [
+    "CachedLocal",
     "DTensorSpec",
     "OpOverloadPacket",
     "OpSchema",
@@ -163,6 +164,7 @@ class Point:
 # a sharding (`propagate_op_sharding_non_cached`) is one step further: errors raised in there lose their type, and it
 # cannot return a result.
 PROPAGATE = Point(_dispatcher, "_propagate_op_sharding_dispatch_slow_path")
+LOCAL_RESULTS = Point(_dispatcher, "_dispatch_get_local_results_slow_path")
 REDISTRIBUTE = Point(_DTensor, "redistribute")
 REDISTRIBUTE_LOCAL = Point(_redistribute, "redistribute_local_tensor")
 REDISTRIBUTE_BACKWARD = Point(_redistribute, "Redistribute.backward")
@@ -208,6 +210,16 @@ def replace_distribute_tensor(lead: Callable[..., Any], **names: Any) -> None:
 
 
 # --- ops
+
+
+@dataclass
+class CachedLocal(OutputSharding):
+    """A sharding that torch caches, of which `compute` instead of the op makes the local results.
+
+    Torch asks Python for the local results of a sharding that needs a redistribution, which this one pretends.
+    """
+
+    compute: Callable[..., Any] | None = None
 
 
 def specs_of(schema: Any) -> list[DTensorSpec]:
@@ -426,9 +438,9 @@ def with_stride_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     return local.permute(order).contiguous().permute(inverse)
 
 
-def norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> list[torch.Tensor]:
+def norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """The norm of each tensor, in one fused call, which torch offers under a private name alone."""
-    return list(torch._foreach_norm(tensors, order, dtype))
+    return list(torch._foreach_norm(list(tensors), order, dtype))
 
 
 def split(flat: torch.Tensor, numels: Sequence[int]) -> Sequence[torch.Tensor]:

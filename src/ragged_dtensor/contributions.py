@@ -60,7 +60,7 @@ def extreme_kind(*, is_max: bool) -> Kind:
 
 def norm_kind(order: float, operand: torch.dtype, dtype: torch.dtype | None) -> Kind:
     """The p-norm: the root of the sum of the ranks' norms to the power p; the largest or smallest for infinite p."""
-    wide = _wide(dtype or operand)
+    wide = wide_dtype(dtype or operand)
     if math.isinf(order):
         return Kind(functools.partial(_norm, order, dtype), "max" if order > 0 else "min")
     if order == 0:
@@ -70,7 +70,7 @@ def norm_kind(order: float, operand: torch.dtype, dtype: torch.dtype | None) -> 
     return Kind(functools.partial(_norm, order, wide), f"root {order}", partial)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype | None:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype | None:
     """The dtype to sum in; None for that of the operand."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype if dtype.is_floating_point else None
 
@@ -84,7 +84,7 @@ def _total(total: Callable[..., torch.Tensor], dtype: Any, local: torch.Tensor, 
 
 
 def _mean(numel: int, dtype: torch.dtype, local: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    wide = _wide(dtype)
+    wide = wide_dtype(dtype)
     return torch.sum(local, dims, dtype=wide) / numel if numel else torch.sum(local, dims, dtype=wide) * math.nan
 
 
@@ -110,8 +110,11 @@ def _norm(order: float, dtype: Any, local: torch.Tensor, dims: tuple[int, ...]) 
 
 def local_norms(order: float, locals_: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """The norm of each local tensor in a dtype wide enough to be summed; one fused call for those with elements."""
+    wide = {wide_dtype(dtype) for dtype in dtypes}
+    if len(wide) == 1 and all(local.numel() for local in locals_):
+        return _torch.norms(locals_, order, *wide)
     nothing = math.inf if order < 0 else 0.0
-    norms = [local.new_full((), nothing, dtype=_wide(dtype)) for local, dtype in zip(locals_, dtypes, strict=True)]
+    norms = [local.new_full((), nothing, dtype=wide_dtype(dtype)) for local, dtype in zip(locals_, dtypes, strict=True)]
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, (local, norm) in enumerate(zip(locals_, norms, strict=True)):
         if local.numel():
@@ -121,6 +124,10 @@ def local_norms(order: float, locals_: Sequence[torch.Tensor], dtypes: Sequence[
         for index, norm in zip(indices, found, strict=True):
             norms[index] = norm
     return norms
+
+
+def local_maxima(locals_: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    return [_extreme(True, local, tuple(range(local.ndim))) for local in locals_]
 
 
 def _extreme(is_max: bool, local: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ragged_dtensor import _torch
-from ragged_dtensor._torch import OutputSharding, seams
+from ragged_dtensor._torch import CachedLocal, OutputSharding, seams
 
 # These two look at the shape or at the local memory alone and are right for any placement.
 SAFE_HANDLERS = {torch.ops.aten.is_same_size.default, torch.ops.aten.is_pinned.default}
@@ -17,6 +17,7 @@ SAFE_HANDLERS = {torch.ops.aten.is_same_size.default, torch.ops.aten.is_pinned.d
 
 def install() -> None:
     _torch.PROPAGATE.replace(_propagation)
+    _torch.LOCAL_RESULTS.replace(_local_results)
     handlers = _torch.custom_handlers()
     for op, stock in handlers.items():
         if op not in SAFE_HANDLERS:
@@ -36,6 +37,18 @@ def _propagation(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _has_ragged_operand(op_info: Any) -> bool:
     return any(seams.any_ragged(spec.placements) for spec in _torch.specs_of(op_info.schema))
+
+
+def _local_results(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def local_results(op: Any, args: tuple[object, ...], op_info: Any) -> Any:
+        found = op_info.output_sharding
+        if not isinstance(found, CachedLocal) or op_info.compute_mesh.get_coordinate() is None:
+            return stock(op, args, op_info)
+        assert found.compute is not None
+        local, kwargs = _torch.local_arguments(op_info)
+        return found.compute(*local, **kwargs)
+
+    return local_results
 
 
 def _guarded(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,8 +76,11 @@ HASHED: dict[Any, tuple[str, ...]] = {
     aten.ones_like.default: ("memory_format",),
     aten.zeros_like.default: ("memory_format",),
     aten.linalg_vector_norm.default: ("dtype",),
+    aten.mean.default: ("dtype",),
     aten.mean.dim: ("dtype",),
+    aten.prod.default: ("dtype",),
     aten.prod.dim_int: ("dtype",),
+    aten.sum.default: ("dtype",),
     aten.sum.dim_IntList: ("dtype",),
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ragged_dtensor import _torch
-from ragged_dtensor._torch import OutputSharding
+from ragged_dtensor._torch import CachedLocal, OutputSharding
 from ragged_dtensor.along_dim import ALONG_ONE_DIM, along_dim
 from ragged_dtensor.elementwise import (
     SAME_LAYOUT,
@@ -67,7 +67,7 @@ def answer(op: Any, args: tuple[object, ...], kwargs: dict[str, object], op_info
         return result
     found = _answers.of(call, rule)
     if isinstance(found, Local):
-        return _run_local(call, found)
+        return _cached(call, found) if _is_repeatable(call, found, rule) else _run_local(call, found)
     if _may_be_cached(call, rule):
         return found
     return _torch.run(op, args, kwargs, op_info, found)
@@ -123,6 +123,20 @@ def _may_be_cached(call: OpCall, rule: Rule) -> bool:
         return rule is same_layout or is_floating or are_hashed
     keywords = {argument.name for argument in call.op._schema.arguments if argument.kwarg_only}
     return are_hashed and keywords <= _torch.hashed_keywords(call.op)
+
+
+def _is_repeatable(call: OpCall, found: Local, rule: Rule) -> bool:
+    """Whether torch may keep a local computation and run it again, on other tensors that are placed alike."""
+    if rule not in REPEATABLE or found.redistributed is not None or _torch.is_tracing():
+        return False
+    return not call.op._schema.is_mutable and not call.output_names and _may_be_cached(call, rule)
+
+
+REPEATABLE: tuple[Rule, ...] = (along_dim, elementwise, reduced, reduced_lists)
+
+
+def _cached(call: OpCall, found: Local) -> CachedLocal:
+    return CachedLocal(found.spec, call.schema, needs_redistribute=True, compute=found.compute)
 
 
 def _run_local(call: OpCall, found: Local) -> Any:

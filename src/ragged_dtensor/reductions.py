@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,14 @@ from ragged_dtensor.contributions import (
     agreed,
     count_kind,
     extreme_kind,
+    local_maxima,
     local_norms,
     mean_kind,
     norm_kind,
     prod_kind,
     sum_kind,
     truth_kind,
+    wide_dtype,
 )
 from ragged_dtensor.elementwise import num_flat_or_none
 from ragged_dtensor.op_call import Answer, Local, OpCall, as_dtype, dtype_of, local_dims, refusal, replicated, spec_like
@@ -198,22 +200,27 @@ def reduced_lists(call: OpCall) -> Answer:
     operands = [operand.spec for operand in call.operands]
     if any(isinstance(p, Partial) for spec in operands for p in spec.placements):
         raise refusal(call, "some of the tensors are still to be reduced")
-    parts = tuple(
-        _ListPart(_list_kind(call, spec), spec.mesh, reduced_axes(spec, _whole_extent(spec))) for spec in operands
-    )
     specs = [spec_like(spec, replicated(spec.mesh), meta) for spec, meta in zip(operands, call.metas, strict=True)]
     dtypes = tuple(meta.dtype for meta in call.metas)
-    order = _list_order(call) if call.name == "_foreach_norm" else None
-    return Local(specs, functools.partial(_compute_list, parts, order, dtypes))
+    kinds = [_list_kind(call, spec) for spec in operands]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    is_norm = call.name == "_foreach_norm"
+    for index, (spec, kind, dtype) in enumerate(zip(operands, kinds, dtypes, strict=True)):
+        wide = wide_dtype(dtype) if is_norm else dtype
+        groups.setdefault((spec.mesh, reduced_axes(spec, _whole_extent(spec)), kind.agree, wide), []).append(index)
+    together = tuple(_Together(mesh, axes, how, tuple(indices)) for (mesh, axes, how, _), indices in groups.items())
+    local = functools.partial(local_norms, _list_order(call)) if is_norm else local_maxima
+    return Local(specs, functools.partial(_compute_list, local, together, dtypes))
 
 
 @dataclass(frozen=True)
-class _ListPart:
-    """How one tensor of a list is reduced: locally, and over which axes of its mesh."""
+class _Together:
+    """The tensors of a list whose results the ranks agree on at once."""
 
-    kind: Kind
     mesh: DeviceMesh
     axes: tuple[int, ...]
+    how: str
+    indices: tuple[int, ...]
 
 
 def _list_kind(call: OpCall, spec: DTensorSpec) -> Kind:
@@ -232,23 +239,18 @@ def _whole_extent(spec: DTensorSpec) -> Extent:
 
 
 def _compute_list(
-    parts: Sequence[_ListPart],
-    order: float | None,
+    local: Callable[..., list[torch.Tensor]],
+    together: Sequence[_Together],
     dtypes: Sequence[torch.dtype],
     locals_: Sequence[torch.Tensor],
     /,
     *args: Any,
     **kwargs: Any,
 ) -> list[torch.Tensor]:
-    if order is None:
-        results = [part.kind.local(local, tuple(range(local.ndim))) for part, local in zip(parts, locals_, strict=True)]
-    else:
-        results = local_norms(order, locals_, dtypes)
-    groups: dict[Any, list[int]] = {}
-    for index, (part, result) in enumerate(zip(parts, results, strict=True)):
-        groups.setdefault((part.mesh, part.axes, part.kind.agree, result.dtype), []).append(index)
-    for (mesh, axes, how, _), indices in groups.items():
-        together = agreed(torch.stack([results[index] for index in indices]), mesh, axes, how)
-        for index, value in zip(indices, together.unbind(), strict=True):
-            results[index] = value
-    return [as_dtype(result, dtype) for result, dtype in zip(results, dtypes, strict=True)]
+    results = local(locals_, dtypes)
+    for group in together:
+        stacked = torch.stack([results[index] for index in group.indices])
+        agreed_on = agreed(stacked, group.mesh, group.axes, group.how)
+        for index, value in zip(group.indices, agreed_on.unbind(), strict=True):
+            results[index] = as_dtype(value, dtypes[index])
+    return results

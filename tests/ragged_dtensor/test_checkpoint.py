@@ -97,10 +97,13 @@ def load_every_layout(root: str) -> None:
 
 
 def test_what_any_cut_and_world_wrote_any_other_reads(rank_pool: RankPool, tmp_path: Path) -> None:
-    worlds = [2, 3]
-    for num_ranks in worlds:
+    """A20: tensors of any placement, saved at 1 to 4 ranks, loaded at 1 to 4 ranks."""
+    for num_ranks in [1, 2, 3, 4]:
         rank_pool.run(num_ranks, __file__, "save_every_layout", {"root": str(tmp_path)})
-    for num_ranks in [1, 4, 3]:
+    for folder in tmp_path.iterdir():
+        metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        assert {str(tuple(each.size)) for each in metadata.values()} == set(map(str, SHAPES))
+    for num_ranks in [4, 3, 2, 1]:
         rank_pool.run(num_ranks, __file__, "load_every_layout", {"root": str(tmp_path)})
 
 
@@ -145,8 +148,76 @@ def test_tensor_parallel_and_replicated_cuts_are_interchangeable(rank_pool: Rank
     rank_pool.run(3, __file__, "load_one_axis", {"root": str(tmp_path)})
 
 
+def tensor_parallel() -> list[tuple[Placement, Placement]]:
+    """Every kind of ragged cut beside every placement of a tensor-parallel axis, for shape (12, 6)."""
+    rows, flat = RaggedShard((0,), (1, 3)), RaggedShard((0, 1), (5, 7))
+    strided = [StridedRaggedShard((0,), (1, 2), 2), StridedRaggedShard((0, 1), (5, 7), 2)]
+    owned = StridedRaggedShard((0, 1), (0, 1), 2)
+    return [
+        *((cut, Replicate()) for cut in (rows, flat)),
+        *((cut, Shard(0)) for cut in (*strided, owned)),
+        (rows, Shard(1)),
+        (RaggedShard((0,), (1, 0)), Shard(1)),
+    ]
+
+
+STOCK: list[tuple[Placement, ...]] = [(Replicate(),), (Shard(0),), (Shard(1),)]
+
+
+def save_placed(root: str, mesh_shape: Sequence[int], many: list[tuple[Placement, ...]]) -> None:
+    mesh = mesh_of(*mesh_shape)
+    state = {str(i): distribute_tensor(numbered((12, 6)), mesh, each) for i, each in enumerate(many)}
+    dcp.save({"weights": state}, checkpoint_id=root)
+
+
+def load_placed(root: str, mesh_shape: Sequence[int], many: list[tuple[Placement, ...]], num_saved: int) -> None:
+    mesh = mesh_of(*mesh_shape)
+    for each in many:
+        state = {str(i): distribute_tensor(torch.full((12, 6), -1.0), mesh, each) for i in range(num_saved)}
+        dcp.load({"weights": state}, checkpoint_id=root)
+        for tensor in state.values():
+            assert_holds_numbers(tensor)
+
+
+def test_tensor_parallel_ragged_shards_go_to_stock_placements_and_back(rank_pool: RankPool, tmp_path: Path) -> None:
+    """A20 with a tensor-parallel axis: from and to a 2 x 2 mesh; Replicate, Shard(0) and Shard(1) on the other side."""
+    tp, stock = str(tmp_path / "tp"), str(tmp_path / "stock")
+    rank_pool.run(4, __file__, "save_placed", {"root": tp, "mesh_shape": (2, 2), "many": tensor_parallel()})
+    rank_pool.run(3, __file__, "save_placed", {"root": stock, "mesh_shape": (3,), "many": STOCK})
+    sizes = {tuple(e.size) for e in dcp.FileSystemReader(tp).read_metadata().state_dict_metadata.values()}
+    assert sizes == {(12, 6)}
+    for root, num_ranks, mesh_shape, many in [
+        (tp, 2, (2,), STOCK),
+        (tp, 3, (3,), STOCK),
+        (tp, 4, (2, 2), tensor_parallel()),
+        (stock, 4, (2, 2), tensor_parallel()),
+    ]:
+        num_saved = len(tensor_parallel() if root == tp else STOCK)
+        task = {"root": root, "mesh_shape": mesh_shape, "many": many, "num_saved": num_saved}
+        rank_pool.run(num_ranks, __file__, "load_placed", task)
+
+
+def save_idle_rank(root: str) -> None:
+    state = {"x": distribute_tensor(numbered((10, 4)), mesh_of(), [RaggedShard((0, 1), (2, 3, 0, 5))])}
+    dcp.save(state, checkpoint_id=root)
+
+
+def load_idle_rank(root: str) -> None:
+    for placement in (Replicate(), Shard(0), Shard(1), RaggedShard((0,), (7, 3)), RaggedShard((0, 1), (0, 1))):
+        state = {"x": distribute_tensor(torch.zeros(10, 4), mesh_of(), [placement])}
+        dcp.load(state, checkpoint_id=root)
+        assert_holds_numbers(state["x"])
+
+
+def test_a_flat_cut_with_an_idle_rank_is_saved_and_loaded(rank_pool: RankPool, tmp_path: Path) -> None:
+    """C11: dims (0, 1), units (2, 3, 0, 5), shape (10, 4)."""
+    rank_pool.run(4, __file__, "save_idle_rank", {"root": str(tmp_path)})
+    rank_pool.run(2, __file__, "load_idle_rank", {"root": str(tmp_path)})
+
+
 @ranks(2)
 def test_a_cut_inside_a_row_is_written_as_the_boxes_of_the_drawing() -> None:
+    """A22: DCP never takes a ragged shard for the whole tensor, which its default answers do."""
     x = distribute_tensor(numbered((3, 4)), mesh_of(), [RaggedShard((0, 1), (5, 7))])
     chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in x.__create_chunk_list__()]
     drawn = [[((0, 0), (1, 4)), ((1, 0), (1, 1))], [((1, 1), (1, 3)), ((2, 0), (1, 4))]]
@@ -266,12 +337,18 @@ def assert_same(
             assert torch.equal(found.full_tensor() if isinstance(found, DTensor) else found, value), key
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [((1, 0, 1, 3), (1, 0, 4)), ((2, 1, 2), (1, 4, 0, 0)), ((1,), (3, 2))])
-def test_training_resumes_at_another_world_size(
-    rank_pool: RankPool, tmp_path: Path, saved: tuple[int, ...], loaded: tuple[int, ...]
-) -> None:
-    rank_pool.run(len(saved), __file__, "save_trained", {"root": str(tmp_path), "units": saved})
-    rank_pool.run(len(loaded), __file__, "resume_and_compare", {"root": str(tmp_path), "units": loaded})
+def resume_each(root: str, units: Sequence[int]) -> None:
+    for folder in sorted(Path(root).iterdir()):
+        resume_and_compare(str(folder), units)
+
+
+def test_training_resumes_at_another_world_size(rank_pool: RankPool, tmp_path: Path) -> None:
+    """A20: parameters and AdamW's state, saved at 1 to 4 ranks and loaded at 1 to 4 ranks, bit by bit."""
+    for saved in [(1,), (3, 2), (2, 1, 2), (1, 0, 1, 3)]:
+        root = str(tmp_path / str(len(saved)))
+        rank_pool.run(len(saved), __file__, "save_trained", {"root": root, "units": saved})
+    for loaded in [(1, 4, 0, 0), (1, 0, 4), (2, 3), (1,)]:
+        rank_pool.run(len(loaded), __file__, "resume_each", {"root": str(tmp_path), "units": loaded})
 
 
 @ranks(3)
@@ -317,6 +394,7 @@ def model_of_meta(mesh: DeviceMesh) -> nn.Linear:
 
 @ranks(2)
 def test_a_ragged_tensor_survives_pickle_deepcopy_and_a_weights_only_load() -> None:
+    """A22: pickle, and torch.save with a weights_only load, keep values and placements."""
     x = distribute_tensor(numbered((6, 4)), mesh_of(), [RaggedShard((0, 1), (5, 7))])
     buffer = io.BytesIO()
     torch.save({"x": x, "full": x.full_tensor()}, buffer)

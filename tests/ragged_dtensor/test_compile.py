@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ragged_oracle import numbered
 from ranks import ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ragged_dtensor import RaggedShard, distribute_tensor
 
@@ -33,22 +33,29 @@ def test_a_graph_is_reused_for_equal_cuts_and_compiled_anew_for_others() -> None
 
 @ranks(2)
 def test_movements_compile_forward_and_backward() -> None:
+    """C08, pytorch#141835: a move to another dim differed in stride between eager and compiled."""
+
     def whole(x: DTensor) -> torch.Tensor:
         return x.full_tensor() * 2
 
     def even(x: DTensor) -> DTensor:
         return x.redistribute(placements=[EVEN]) * 2
 
+    def columns(x: DTensor) -> DTensor:
+        return x.redistribute(placements=[Shard(1)]) * 2
+
     def local(x: DTensor) -> torch.Tensor:
         return x.to_local() * 2
 
     x = ragged((1, 3)).requires_grad_()
-    for function in (whole, even, local):
+    for function in (whole, even, columns, local):
         eager, compiled = function(x), torch.compile(function, backend="aot_eager", fullgraph=True)(x)
         assert torch.equal(_local(eager), _local(compiled))
+        assert _local(eager).stride() == _local(compiled).stride()
         grads = [torch.autograd.grad(_local(y).sum(), x)[0] for y in (eager, compiled)]
         assert grads[0].placements == grads[1].placements
         assert torch.equal(grads[0].to_local(), grads[1].to_local())
+        assert all(grad.to_local().is_contiguous() for grad in grads)
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

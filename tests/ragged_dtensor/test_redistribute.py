@@ -48,14 +48,15 @@ def check(full: torch.Tensor, x: DTensor) -> None:
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_pair_on_one_axis_equals_slicing_the_full_tensor(shape: tuple[int, ...]) -> None:
+    """A22: every pair is right or raises."""
     mesh, full = line(), numbered(shape)
     options = placements_of(shape, mesh.size())
-    for source, target in itertools.product(options[:: 1 + len(options) // 24], repeat=2):
+    for source, target in itertools.product(options, repeat=2):
         check(full, placed(full, mesh, [source]).redistribute(placements=[target]))
 
 
 @ranks(4)
-@pytest.mark.parametrize("shape", [(8,), (4, 3), (4, 2, 3), (0, 3), (3,), ()], ids=str)
+@pytest.mark.parametrize("shape", [(8,), (4, 3), (4, 2, 3), (2, 2, 1, 2, 3), (0, 3), (3,), ()], ids=str)
 def test_pairs_on_two_axes_equal_slicing_the_full_tensor(shape: tuple[int, ...]) -> None:
     mesh, full = init_device_mesh("cpu", (2, 2)), numbered(shape)
     options = placements_on(shape, (2, 2))

@@ -1,4 +1,7 @@
-"""Public reports about sharded tensors, restated for ragged ones. The name says the claim, the docstring the report."""
+"""Public reports about sharded tensors, restated for ragged ones. The name says the claim, the docstring the report.
+
+C01 and so on number the reports.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def line() -> DeviceMesh:
 
 @ranks(4)
 def test_a_round_trip_does_not_grow_the_tensor() -> None:
-    """pytorch#103306: Replicate -> Shard(0) -> Replicate of 5 rows over 4 ranks had 8 rows."""
+    """C01, pytorch#103306: Replicate -> Shard(0) -> Replicate of 5 rows over 4 ranks had 8 rows."""
     full = torch.rand(5, 10)
     x = distribute_tensor(full, line(), [Replicate()]).redistribute(placements=[RaggedShard((0,), (1, 2, 0, 2))])
     back = x.redistribute(placements=[Replicate()])
@@ -32,7 +35,7 @@ def test_a_round_trip_does_not_grow_the_tensor() -> None:
 
 @ranks(4)
 def test_ranks_never_disagree_on_a_guessed_shape() -> None:
-    """pytorch#110762: `from_local` of chunks of 3, 3, 3 and 1 rows made some ranks see 12 rows and others 4."""
+    """C02, pytorch#110762: `from_local` of chunks of 3, 3, 3 and 1 rows made some ranks see 12 rows and others 4."""
     mesh, full = line(), numbered((10, 2))
     local = full.chunk(4)[dist.get_rank()]
     ragged = RaggedShard((0,), (3, 3, 3, 1))
@@ -45,7 +48,7 @@ def test_ranks_never_disagree_on_a_guessed_shape() -> None:
 
 @ranks(4)
 def test_uneven_pieces_are_concatenated_in_rank_order_and_never_taken_for_chunks() -> None:
-    """pytorch#144109: 2, 3, 4 and 5 columns passed `run_check` as Shard(1), and `full_tensor` garbled them."""
+    """C03, pytorch#144109: 2, 3, 4 and 5 columns passed `run_check` as Shard(1), and `full_tensor` garbled them."""
     rank, mesh = dist.get_rank(), line()
     local = torch.full((2 + rank, 2), float(rank))
     x = from_local(local, mesh, [RaggedShard((0,), (2, 3, 4, 5))])
@@ -58,7 +61,7 @@ def test_uneven_pieces_are_concatenated_in_rank_order_and_never_taken_for_chunks
 
 @ranks(2)
 def test_a_mean_weighs_every_element_alike() -> None:
-    """pytorch#162692: the mean over uneven shards averaged the ranks' means, and an empty rank gave NaN."""
+    """C04, pytorch#162692: the mean over uneven shards averaged the ranks' means, and an empty rank gave NaN."""
     for shape, units, mean in (((3, 4), (2, 1), 5.5), ((1, 4), (1, 0), 1.5), ((3, 4), (0, 1), 5.5)):
         x = distribute_tensor(numbered(shape), line(), [RaggedShard((0,), units)])
         result = x.mean()
@@ -67,7 +70,7 @@ def test_a_mean_weighs_every_element_alike() -> None:
 
 @ranks(4)
 def test_uneven_pairs_on_a_2_d_mesh_equal_chunking_the_global_tensor() -> None:
-    """pytorch#115310: redistributing an uneven dim on a 2-D mesh was wrong."""
+    """C05, pytorch#115310: redistributing an uneven dim on a 2-D mesh was wrong."""
     mesh, full = init_device_mesh("cpu", (2, 2)), numbered((5, 3))
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -81,7 +84,7 @@ def test_uneven_pairs_on_a_2_d_mesh_equal_chunking_the_global_tensor() -> None:
 @ranks(4)
 @pytest.mark.parametrize("size", [6, 8, 10, 12])
 def test_tensor_parallel_then_ragged_on_the_same_dim_keeps_the_order(size: int) -> None:
-    """pytorch#129206, fixed by pytorch#163843: TP then FSDP on one dim came back in another order."""
+    """C06, pytorch#129206, fixed by pytorch#163843: TP then FSDP on one dim came back in another order."""
     mesh, full = init_device_mesh("cpu", (2, 2)), torch.arange(size)
     units = (1, size // 2 - 1)
     x = distribute_tensor(full, mesh, [StridedRaggedShard((0,), units, 2), Shard(0)])
@@ -91,7 +94,7 @@ def test_tensor_parallel_then_ragged_on_the_same_dim_keeps_the_order(size: int) 
 @ranks(4)
 @pytest.mark.parametrize("size", [5, 7, 9])
 def test_a_piece_that_the_units_do_not_divide_is_refused_everywhere(size: int) -> None:
-    """pytorch#163843 again: over 2 TP ranks, 5 rows are 3 and 2, which no units but one owner's share."""
+    """C06, pytorch#163843 again: over 2 TP ranks, 5 rows are 3 and 2, which no units but one owner's share."""
     mesh, full = init_device_mesh("cpu", (2, 2)), torch.arange(size)
     with pytest.raises(LayoutError, match="rows do not split into 3 units"):
         distribute_tensor(full, mesh, [StridedRaggedShard((0,), (1, 2), 2), Shard(0)])
@@ -101,7 +104,7 @@ def test_a_piece_that_the_units_do_not_divide_is_refused_everywhere(size: int) -
 
 @ranks(4)
 def test_a_view_across_the_cut_is_right() -> None:
-    """pytorch#179502: `view(-1, 6)` of a (12, 8) tensor sharded along dim 1 kept the shard and gave wrong numbers."""
+    """C07, pytorch#179502: `view(-1, 6)` of a (12, 8) tensor kept its shard of dim 1 and gave wrong numbers."""
     full, mesh = numbered((12, 8)), line()
     for units in ((3, 0, 3, 6), (1, 1, 1, 9)):  # cuts between rows of 6, and inside them
         x = distribute_tensor(full, mesh, [RaggedShard((0,), units)])
@@ -110,7 +113,7 @@ def test_a_view_across_the_cut_is_right() -> None:
 
 @ranks(2)
 def test_moving_to_another_dim_is_contiguous_forward_and_backward() -> None:
-    """pytorch#141835: Shard -> Shard differed between eager and compiled by the stride of its result."""
+    """C08, pytorch#141835: Shard -> Shard differed between eager and compiled by the stride of its result."""
     x = distribute_tensor(numbered((4, 4)), line(), [RaggedShard((0, 1), (5, 11))]).requires_grad_()
     y = x.redistribute(placements=[Shard(1)])
     assert y.to_local().is_contiguous()
@@ -122,7 +125,7 @@ def test_moving_to_another_dim_is_contiguous_forward_and_backward() -> None:
 
 @ranks(4)
 def test_cuts_fall_on_unit_multiples_and_elementwise_ops_do_not_talk() -> None:
-    """pytorch#169320 and pytorch#148269 ask for it: unit = block, all data on one rank allowed, no dim in the cut."""
+    """C10: pytorch#169320 and pytorch#148269 ask for: unit = block, all data on one rank allowed, no dim in the cut."""
     block, units = 6, (1, 3, 0, 2)
     x = distribute_tensor(numbered((4, 9)), line(), [RaggedShard((0, 1), units)])
     assert x.to_local().numel() == block * units[dist.get_rank()]
@@ -136,7 +139,7 @@ def test_cuts_fall_on_unit_multiples_and_elementwise_ops_do_not_talk() -> None:
 
 @ranks(4)
 def test_a_flat_cut_with_an_idle_rank_is_a_value_and_moves() -> None:
-    """hyper-parallel#594 specifies it: dims (0, 1), units (2, 3, 0, 5), shape (10, 4)."""
+    """C11: hyper-parallel#594 specifies it: dims (0, 1), units (2, 3, 0, 5), shape (10, 4)."""
     placement = RaggedShard((0, 1), (2, 3, 0, 5))
     x = distribute_tensor(numbered((10, 4)), line(), [placement])
     assert x.to_local().numel() == (8, 12, 0, 20)[dist.get_rank()]
@@ -149,16 +152,22 @@ def test_a_flat_cut_with_an_idle_rank_is_a_value_and_moves() -> None:
 
 @ranks(4)
 def test_rows_that_do_not_divide_are_cut_without_visible_padding() -> None:
-    """hyper-parallel#196: 5 rows over 4 ranks would not start."""
-    x = distribute_tensor(numbered((5, 3)), line(), [RaggedShard((0,), (2, 1, 1, 1))])
-    assert x.to_local().shape == ((2, 1, 1, 1)[dist.get_rank()], 3)
-    assert x.shape == (5, 3)
-    assert torch.equal(x.full_tensor(), numbered((5, 3)))
+    """C12, hyper-parallel#196: 5 rows over 4 ranks would not start."""
+    hybrid = init_device_mesh("cpu", (2, 2))
+    for mesh, placements, rows in (
+        (line(), [RaggedShard((0,), (2, 1, 1, 1))], (2, 1, 1, 1)),
+        (hybrid, [Replicate(), RaggedShard((0,), (3, 2))], (3, 2, 3, 2)),
+    ):
+        x = distribute_tensor(numbered((5, 3)), mesh, placements)
+        assert x.to_local().shape == (rows[dist.get_rank()], 3)
+        assert x.to_local().untyped_storage().nbytes() == x.to_local().nbytes  # no padding behind it
+        assert x.shape == (5, 3)
+        assert torch.equal(x.full_tensor(), numbered((5, 3)))
 
 
 @ranks(2)
 def test_a_negative_dim_beside_a_ragged_axis_is_the_same_placement() -> None:
-    """pytorch#188188: Shard(-1) and Shard(1) compared unequal. Ragged dims are never negative."""
+    """C13, pytorch#188188: Shard(-1) and Shard(1) compared unequal. Ragged dims are never negative."""
     mesh = init_device_mesh("cpu", (2, 1))
     negative, positive = (
         distribute_tensor(numbered((4, 6)), mesh, [RaggedShard((0,), (1, 3)), Shard(dim)]) for dim in (-1, 1)
@@ -171,7 +180,7 @@ def test_a_negative_dim_beside_a_ragged_axis_is_the_same_placement() -> None:
 
 @ranks(2)
 def test_a_scalar_parameter_has_one_owner() -> None:
-    """pytorch#132934: 0-dim parameters could not be sharded, and the failure was obscure."""
+    """C17, pytorch#132934: 0-dim parameters could not be sharded, and the failure was obscure."""
     x = distribute_tensor(torch.nn.Parameter(torch.tensor(1.0)), line(), [RaggedShard((), (0, 1))])
     assert x.shape == ()
     assert x.to_local().shape == (dist.get_rank(),)
@@ -180,7 +189,7 @@ def test_a_scalar_parameter_has_one_owner() -> None:
 
 @ranks(2)
 def test_a_parameter_without_elements_has_a_gradient_without_elements() -> None:
-    """DeepSpeed#8279: a zero-element parameter broke backward."""
+    """C18, DeepSpeed#8279: a zero-element parameter broke backward."""
     x = distribute_tensor(torch.nn.Parameter(torch.empty(0, 4)), line(), [RaggedShard((0,), (1, 0))])
     (x.full_tensor().sum() * 0).backward()
     assert x.grad is not None
@@ -189,7 +198,7 @@ def test_a_parameter_without_elements_has_a_gradient_without_elements() -> None:
 
 @ranks(2)
 def test_a_transposed_parameter_keeps_its_stride_and_its_values() -> None:
-    """Stock `fully_shard` refuses transposed parameters."""
+    """C19: stock `fully_shard` refuses transposed parameters."""
     parameter = torch.nn.Parameter(torch.randn(8, 4).t())
     x = distribute_tensor(parameter, line(), [RaggedShard((0,), (1, 3))])
     assert x.stride() == parameter.stride()
@@ -198,7 +207,7 @@ def test_a_transposed_parameter_keeps_its_stride_and_its_values() -> None:
 
 @ranks(2)
 def test_averages_of_shards_are_gathered_without_a_hang() -> None:
-    """miles-credit#416: saving an EMA deadlocked, because `from_local` without a shape saw other shapes per rank."""
+    """C38, miles-credit#416: saving an EMA hung, because `from_local` without a shape saw other shapes per rank."""
     mesh, full = line(), numbered((5, 2))
     weight = distribute_tensor(full, mesh, [RaggedShard((0,), (3, 2))])
     average = weight.to_local() * 0.5 + 0.5
@@ -209,7 +218,7 @@ def test_averages_of_shards_are_gathered_without_a_hang() -> None:
 
 @ranks(2)
 def test_it_is_clear_whose_data_counts() -> None:
-    """pytorch#143883: a scatter that nobody needs, and no word on whose data wins."""
+    """C50, pytorch#143883: a scatter that nobody needs, and no word on whose data wins."""
     mine = torch.full((3,), float(dist.get_rank()))
     placement = [RaggedShard((0,), (1, 2))]
     assert distribute_tensor(mine, line(), placement).full_tensor().tolist() == [0, 0, 0]

@@ -55,6 +55,7 @@ def test_importing_changes_nothing_and_the_first_placement_installs_the_seams() 
 
 
 def test_another_torch_is_refused_with_the_supported_range() -> None:
+    """A54: torch 2.11 to 2.14, of which `make test-torch TORCH=...` tests each."""
     for version in ("2.10.1+cpu", "2.15.0", "3.0.0a0"):
         with pytest.raises(UnsupportedTorchError, match=rf"torch >=2\.11,<2\.15; this is torch {version[:3]}"):
             _torch.check_torch(version)

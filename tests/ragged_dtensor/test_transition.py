@@ -107,7 +107,7 @@ def test_every_pair_on_two_axes_moves_each_element_to_its_place(shape: tuple[int
     assert check_all(shape, list(placements_on(shape, (2, 2))), (2, 2)) > len(shape)
 
 
-@pytest.mark.parametrize("shape", [(8,), (4, 3), (4, 2, 3), (0, 3), (3,), ()], ids=str)
+@pytest.mark.parametrize("shape", [(8,), (4, 3), (4, 2, 3), (2, 2, 1, 2, 3), (0, 3), (3,), ()], ids=str)
 def test_a_sample_of_pairs_on_two_axes_moves_each_element_to_its_place(shape: tuple[int, ...]) -> None:
     sides = list(placements_on(shape, (2, 2)))
     assert check_all(shape, sides[:: 1 + len(sides) // 20], (2, 2)) > len(shape)
