@@ -27,8 +27,9 @@ from vescale_fsdp.errors import VescaleError
 
 from .holdings import unflattened
 from .matrices import Matrix
+from .notes import Agreement, Turn
 from .orthogonalize import NewtonSchulz
-from .passage import Agreement, Chunks, Hop, Passage
+from .passage import Chunks, Hop, Passage
 from .route import Bucket, Route
 from .terms import Reorder, Replicas, Terms, default_matrices
 
@@ -150,45 +151,57 @@ class Lender:
 
     @torch.no_grad()
     def __call__(
-        self, read: Read, compute: Compute, write: Write, *, absent: frozenset[int] = frozenset()
+        self,
+        read: Read,
+        compute: Compute,
+        write: Write,
+        *,
+        absent: frozenset[int] = frozenset(),
+        failure: Exception | None = None,
     ) -> frozenset[int]:
         """Lend all matrices once; `read` gives this rank's runs (1-d), `write` takes their results.
 
         absent: tensors that this rank has nothing for (a parameter without gradient). They are passed over: not
         computed, not written, and returned, provided that all holders of the tensor agree.
+        failure: an error that this rank has met on the way here; nothing is written then.
 
-        Raises VescaleError on all ranks, before anything is written, when some have a tensor and others do not.
+        Raises VescaleError on all ranks, before anything is written, when some have a tensor and others do not. What
+        `read`, `compute` or `write` raise on one rank is raised there once the others have been told with the next
+        matrices, and they raise VescaleError; buckets before that one are written.
         """
-        if not self.route.buckets:
-            return absent
-        out: Passage | None = self._depart(0, read, absent)
+        turn = Turn(absent, failure)
+        out = self._depart(0, read, turn) if self.route.buckets else None
         back: Passage | None = None
         for index in range(self.num_buckets):
             assert out is not None
-            chunks = out.finish()
-            if out.votes is not None:
-                absent = self._agreement.settle(out.votes, absent)
+            chunks = self._arrive(out, turn)
+            if index == 0 and self._anything_travels:
+                assert out.notes is not None
+                turn.conclude()  # all ranks have heard the same
+                turn.absent = self._agreement.settle(out.notes[1:], turn.absent)
             if back is not None:  # before the next bucket sets out: two are here at a time, not three
-                self._deliver(index - 1, back.finish(), write, absent)
-            out = self._depart(index + 1, read, absent) if index + 1 < self.num_buckets else None
-            back = self._return(index, self._compute(index, chunks, compute, absent))
-        assert back is not None
-        self._deliver(self.num_buckets - 1, back.finish(), write, absent)
-        return absent
+                self._deliver(index - 1, self._arrive(back, turn), write, turn)
+            out = self._depart(index + 1, read, turn) if index + 1 < self.num_buckets else None
+            back = self._passage(self._hops[index][1], self._compute(index, chunks, compute, turn), turn)
+        if back is not None:
+            self._deliver(self.num_buckets - 1, self._arrive(back, turn), write, turn)
+        turn.conclude()
+        return turn.absent
 
     def _hops_of(self, bucket: Bucket) -> tuple[list[Hop], list[Hop]]:
         """The bucket's collectives: outbound, and on the way back. All ranks leave out the same empty ones."""
         loans, here, sizes = self.route.loans, self._place.here, self._place.sizes
         is_first = bucket is self.route.buckets[0]
-        num_votes = len(self.names) if is_first and self._anything_travels else 0
+        all_vote = is_first and self._anything_travels
+        num_notes = 1 + len(self.names) if all_vote else 1
         out, back = [], []
         for position, axis in enumerate(self.route.axes):
             assert self._place.mesh is not None
             group = self._place.mesh.get_group(self._place.axes[axis])
-            if num_votes or bucket.goes_out[position]:
-                out.append(Hop.of(bucket.out[position], loans, here, axis, sizes[axis], group, num_votes))
+            if all_vote or bucket.goes_out[position]:
+                out.append(Hop.of(bucket.out[position], loans, here, axis, sizes[axis], group, num_notes))
             if bucket.comes_back[position]:
-                back.append(Hop.of(bucket.back[position], loans, here, axis, sizes[axis], group, 0))
+                back.append(Hop.of(bucket.back[position], loans, here, axis, sizes[axis], group, 1))
         return out, back[::-1]
 
     def _held(self) -> frozenset[int]:
@@ -204,32 +217,42 @@ class Lender:
                 runs.append((number, Run(loan.matrix, held.start, held.numel)))
         return runs
 
-    def _depart(self, index: int, read: Read, absent: frozenset[int]) -> Passage:
+    def _depart(self, index: int, read: Read, turn: Turn) -> Passage:
         """Bucket `index` sets out: this rank's runs of it, zeros for what is absent."""
         here = self._place.here
         mine = [(number, run) for number, run in self._runs(index) if self.route.loans[number].key(here) == here]
-        present = [(number, run) for number, run in mine if run.matrix.tensor not in absent]
-        values = read([run for _, run in present]) if present else []
-        chunks = {(number, here): value for (number, _), value in zip(present, values, strict=True)}
-        for number, run in mine:
-            if run.matrix.tensor in absent:
-                chunks[number, here] = torch.zeros(run.numel, dtype=self.dtype, device=self._place.device)
-        asks = index == 0 and self._anything_travels
-        votes = self._agreement.votes(absent, self.dtype, self._place.device) if asks else None
-        return self._passage(self._hops[index][0], chunks, votes)
+        present = [(number, run) for number, run in mine if run.matrix.tensor not in turn.absent]
 
-    def _compute(self, index: int, chunks: Chunks, compute: Compute, absent: frozenset[int]) -> Chunks:
+        def values() -> Chunks:
+            found = read([run for _, run in present]) if present else []
+            return {(number, here): value for (number, _), value in zip(present, found, strict=True)}
+
+        chunks: Chunks = turn.attempt(values, dict)
+        for number, run in mine:
+            if (number, here) not in chunks:
+                chunks[number, here] = self._zeros(run.numel)
+        asks = index == 0 and self._anything_travels
+        return self._passage(self._hops[index][0], chunks, turn, self._agreement.votes(turn.absent) if asks else ())
+
+    def _compute(self, index: int, chunks: Chunks, compute: Compute, turn: Turn) -> Chunks:
         """Put this rank's matrices together, compute, and cut the results into the holders' runs."""
         loans = self.route.loans
         owned = [number for number in self.route.buckets[index].loans if loans[number].owner == self._place.here]
-        wanted = [number for number in owned if loans[number].matrix.tensor not in absent]
-        values = [self._whole(number, chunks) for number in wanted]
+        wanted = [number for number in owned if loans[number].matrix.tensor not in turn.absent]
         matrices = [loans[number].matrix for number in wanted]
-        results = list(compute(matrices, values)) if wanted else []
-        _check_results(matrices, results, self.names)
-        for number, result in zip(wanted, results, strict=True):
-            chunks.update(self._cut(number, result))
-        return chunks
+
+        def results() -> Chunks:
+            values = [self._whole(number, chunks) for number in wanted]
+            found = list(compute(matrices, values)) if wanted else []
+            _check_results(matrices, found, self.names)
+            cut = (self._cut(number, result) for number, result in zip(wanted, found, strict=True))
+            return {key: run for runs in cut for key, run in runs.items()}
+
+        def nothing() -> Chunks:
+            keys = ((number, key) for number in wanted for key in loans[number].keys)
+            return {(number, key): self._zeros(loans[number].holdings[key].numel) for number, key in keys}
+
+        return chunks | turn.attempt(results, nothing)
 
     def _whole(self, number: int, chunks: Chunks) -> Tensor:
         loan = self.route.loans[number]
@@ -257,17 +280,23 @@ class Lender:
             held.collect(whole, runs[number, key])
         return runs
 
-    def _return(self, index: int, results: Chunks) -> Passage:
-        return self._passage(self._hops[index][1], results, None)
+    def _passage(self, hops: Sequence[Hop], chunks: Chunks, turn: Turn, votes: Sequence[int] = ()) -> Passage:
+        return Passage(hops, chunks, turn.notes(votes, self.dtype, self._place.device)).start()
 
-    def _passage(self, hops: Sequence[Hop], chunks: Chunks, votes: Tensor | None) -> Passage:
-        return Passage(hops, chunks, dtype=self.dtype, device=self._place.device, votes=votes).start()
+    def _arrive(self, passage: Passage, turn: Turn) -> Chunks:
+        chunks = passage.finish()
+        turn.hear(passage.notes)
+        return chunks
 
-    def _deliver(self, index: int, chunks: Chunks, write: Write, absent: frozenset[int]) -> None:
-        mine = [(number, run) for number, run in self._runs(index) if run.matrix.tensor not in absent]
+    def _deliver(self, index: int, chunks: Chunks, write: Write, turn: Turn) -> None:
+        mine = [(number, run) for number, run in self._runs(index) if run.matrix.tensor not in turn.absent]
+        here = self._place.here
+        results = [chunks[number, self.route.loans[number].key(here)] for number, _ in mine]
         if mine:
-            here = self._place.here
-            write([run for _, run in mine], [chunks[number, self.route.loans[number].key(here)] for number, _ in mine])
+            turn.attempt(lambda: write([run for _, run in mine], results), lambda: None)
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.dtype, device=self._place.device)
 
 
 def flat_local(tensor: Tensor, name: str) -> Tensor:

@@ -135,12 +135,12 @@ class MatrixOptimizer(Optimizer):
             present = [
                 index for index, param in enumerate(borrowed.params) if self._has_gradient(borrowed, param, index)
             ]
-            self.prepare(borrowed, present)
             skipped = borrowed.lender(
                 partial(self.read, borrowed),
                 partial(self.compute, borrowed),
                 partial(self.write, borrowed),
                 absent=frozenset(range(len(borrowed.params))).difference(present),
+                failure=self._failure(borrowed, present),
             )
             self.conclude(borrowed, [index for index in range(len(borrowed.params)) if index not in skipped])
         for group in self.param_groups:
@@ -233,6 +233,14 @@ class MatrixOptimizer(Optimizer):
             names=names,
         )
         return Borrowed(params, groups, names, lender)
+
+    def _failure(self, borrowed: Borrowed, present: Sequence[int]) -> Exception | None:
+        """What `prepare` raised on this rank: the others are told with the first matrices, and raise, too."""
+        try:
+            self.prepare(borrowed, present)
+        except Exception as error:
+            return error
+        return None
 
     def _has_gradient(self, borrowed: Borrowed, param: Tensor, index: int) -> bool:
         if param.grad is None:

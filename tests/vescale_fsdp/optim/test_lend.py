@@ -204,6 +204,66 @@ def zeros(runs: Sequence[Run]) -> list[Tensor]:
     return [torch.zeros(run.numel) for run in runs]
 
 
+SEVERAL_MESHES: list[tuple[Shape, list[Any]]] = [((4,), [Shard(0)]), ((2, 2), [RaggedShard((0,), (1, 3)), Shard(1)])]
+
+
+@ranks(4)
+@pytest.mark.parametrize("bucket_nbytes", [10**6, 4 * 32 * 3])
+def test_a_compute_that_raises_on_one_rank_makes_all_ranks_raise(bucket_nbytes: int) -> None:
+    for sizes, placements in SEVERAL_MESHES:
+        tensors = [shard(full, init_device_mesh("cpu", sizes), placements) for full in fulls(*[(8, 4)] * 12)]
+        calls: list[int] = []
+
+        def compute(matrices: Sequence[Matrix], values: list[Tensor], calls: list[int] = calls) -> list[Tensor]:
+            calls.append(len(values))
+            if dist.get_rank() == 2:
+                raise RuntimeError("out of memory, say")
+            return values
+
+        expected = (RuntimeError, "out of memory, say") if dist.get_rank() == 2 else (ValueError, "Another rank failed")
+        with pytest.raises(expected[0], match=expected[1]):
+            lend(tensors, compute, bucket_nbytes=bucket_nbytes)
+        assert len(calls) <= 2
+
+
+@ranks(4)
+def test_a_read_that_raises_on_one_rank_makes_all_ranks_raise_before_anything_is_written() -> None:
+    for sizes, placements in SEVERAL_MESHES:
+        lender = Lender([shard(full, init_device_mesh("cpu", sizes), placements) for full in fulls(*[(8, 4)] * 3)])
+        seen: list[Any] = []
+
+        def read(runs: Sequence[Run]) -> list[Tensor]:
+            if dist.get_rank() == 1:
+                raise RuntimeError("nothing to read")
+            return zeros(runs)
+
+        def see(*things: Any, seen: list[Any] = seen) -> Any:
+            seen.append(things)
+            return things[1]
+
+        expected = (RuntimeError, "nothing to read") if dist.get_rank() == 1 else (ValueError, "Another rank failed")
+        with pytest.raises(expected[0], match=expected[1]):
+            lender(read, see, see)
+        assert not seen
+
+
+@ranks(2)
+def test_a_write_that_raises_in_an_early_bucket_stops_the_others() -> None:
+    tensors = [shard(full, init_device_mesh("cpu", (2,)), [Shard(0)]) for full in fulls(*[(8, 4)] * 8)]
+    lender = Lender(tensors, bucket_nbytes=4 * 32)
+    written: list[int] = []
+
+    def write(runs: Sequence[Run], results: Sequence[Tensor]) -> None:
+        written.append(len(runs))
+        if dist.get_rank() == 0:
+            raise RuntimeError("read-only")
+
+    with pytest.raises(RuntimeError if dist.get_rank() == 0 else ValueError, match=r"read-only|Another rank failed"):
+        lender(zeros, lambda _, values: values, write)
+    assert lender.num_buckets == 4
+    assert len(written) == 1
+
+
 @ranks(1, 3)
 def test_what_is_missing_everywhere_is_neither_computed_nor_written() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
