@@ -2,11 +2,11 @@
 
 Reading order; a file imports only what stands before it:
 
-    errors _torch policy packing tiling block_format hookspecs constraints plugins spec layout planes plan
-    planner testing shapes wishes model_plan advisor picture mesh home preflight managed guards buffer streams
-    traffic transfer quantized shards extensions kept gradients reduction full_values group extension_group
-    grouping replicas nested schedule state footprint module forward_method comm_context broadcast ema fully_shard
-    grad_clip optim checkpoint report demo cli
+    errors _torch nested policy packing tiling block_format block_cuts encoded hookspecs constraints plugins spec
+    layout planes plane_memory plan planner testing shapes wishes model_plan advisor picture mesh home preflight
+    managed guards buffer streams traffic transfer quantized shards stored_shards extensions kept gradients reduction
+    full_values group encoded_group extension_group grouping replicas schedule state footprint module forward_method
+    comm_context broadcast ema fully_shard grad_clip optim checkpoint report demo cli
 
 Importing changes nothing in torch.
 """

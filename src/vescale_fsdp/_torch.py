@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import FunctionType
@@ -74,9 +74,12 @@ __all__ = [
     "user_attributes",
     "version_of",
     "with_dtype",
+    "wrapper",
+    "written",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound=torch.Tensor)
 
 _FULLY_SHARD = cast(Any, torch_fully_shard).__wrapped__
 """The key under which `torch.distributed.fsdp.fully_shard.state(module)` looks; pipelining asks there (2.8)."""
@@ -176,9 +179,24 @@ def spec_of(tensor: torch.Tensor) -> DTensorSpec:
     return cast(DTensorSpec, cast(Any, tensor)._spec)
 
 
-def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+def preserve_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:
     """Refill freed parameters without autograd taking it for a modification (2.1; FSDP2 does the same)."""
-    return cast(AbstractContextManager[None], cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor))
+    return cast(AbstractContextManager[None], cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensors))
+
+
+def wrapper(cls: type[T], shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> T:
+    """A tensor of a subclass that has no memory of its own (1.10; torch's own quantised tensors are made so)."""
+    return cast(T, cast(Any, torch.Tensor)._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device))
+
+
+def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation writes into (its schema has no public name; 1.8)."""
+    found: list[Any] = []
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return found
 
 
 def in_backward() -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .encoded_group import EncodedGroup
 from .extension_group import ExtensionGroup
 from .group import ParamGroup
 from .state import ModuleState
@@ -85,8 +86,8 @@ def footprint_of_group(group: ParamGroup) -> GroupFootprint | None:
     is_cast = reduce_dtype != shards.dtype or not on_device
     staged = 2 if group.reduction.comm is not None else 1
     return GroupFootprint(
-        shard=shards.buffer.nbytes if on_device else 0,
-        whole=whole,
+        shard=shards.nbytes if on_device else 0,
+        whole=_handed_nbytes(group) or whole,
         wire=_wire_nbytes(group, whole),
         kept=_kept_numel(group, share) * group.compute_dtype.itemsize,
         grads=numel * group.compute_dtype.itemsize,
@@ -99,13 +100,26 @@ def footprint_of_group(group: ParamGroup) -> GroupFootprint | None:
 
 def _trainable_numels(group: ParamGroup) -> tuple[int, int]:
     """Elements of all parameters that train, and of those in several places."""
-    trained = [each for each in group.shards.managed if each.param.requires_grad]
-    twice = [each.param.numel() for each in trained if len(each.owners) > 1]
-    return sum(each.param.numel() for each in trained), sum(twice)
+    trained = [
+        each for each in zip(group.shards.managed, group.shards.numels, strict=True) if each[0].param.requires_grad
+    ]
+    twice = [numel for each, numel in trained if len(each.owners) > 1]
+    return sum(numel for _, numel in trained), sum(twice)
+
+
+def _handed_nbytes(group: ParamGroup) -> int:
+    """Of gathered codes and scales that modules compute with instead of decoded parameters."""
+    if not isinstance(group, EncodedGroup) or not group.is_handed or group.quantized is None:
+        return 0
+    planes = group.quantized.planes
+    blocks = sum(tiling.num_blocks for tiling in planes.tilings)
+    return group.mesh.num_ranks * planes.wire_nbytes + blocks * planes.scale_nbytes
 
 
 def _wire_nbytes(group: ParamGroup, whole: int) -> int:
     if group.quantized is not None:
+        if _handed_nbytes(group) and group.all_gather_comm is None:
+            return 0  # gathered where they stay
         return group.mesh.num_ranks * group.quantized.planes.wire_nbytes
     return whole if group.all_gather_comm is not None else 0
 
@@ -168,13 +182,13 @@ class _Tree:
         return [*(self.path(parent) if parent is not None else []), state]
 
     def early(self, group: ParamGroup) -> int:
-        """Bytes of gradients that exist before the backward of wrapped modules inside: of what is defined behind them."""
+        """Bytes of gradients that exist before the backward of wrapped modules inside: of what is defined behind."""
         (state,) = (each for each in self.states if group in each.groups)
         inside = [self._place[module] for child in self.children[state] for module in child.modules]
         first = min(inside, default=-1)
         return sum(
-            each.param.numel() * group.compute_dtype.itemsize
-            for each in group.shards.managed
+            numel * group.compute_dtype.itemsize
+            for each, numel in zip(group.shards.managed, group.shards.numels, strict=True)
             if each.param.requires_grad and any(self._place[owner] > first for owner, _ in each.owners)
         )
 

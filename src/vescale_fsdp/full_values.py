@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ragged_dtensor import distribute_tensor
 
+from .encoded import EncodedTensor
 from .managed import ManagedParam
 
 __all__ = ["shard_full_values"]
@@ -27,7 +28,9 @@ def shard_full_values(
     for each in managed:
         param = each.param
         assert isinstance(param, DTensor)
-        if type(param.to_local()) is not torch.Tensor:  # a subclass says itself what it takes
+        local = param.to_local()
+        # Other subclasses say themselves what they take.
+        if type(local) is not torch.Tensor and not isinstance(local, EncodedTensor):
             continue
         for owner, name in each.owners:
             full = state_dict.get(prefix + name)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
 
 from . import _torch
+from .encoded_group import EncodedGroup, is_handed
 from .errors import VescaleError
 from .extension_group import ExtensionGroup
 from .group import ParamGroup
@@ -77,11 +78,14 @@ def fully_shard(
     the shards. Parameters of different dtypes become groups of their own, and so do frozen ones and block formats.
 
     mesh: 1-D to shard over it, 2-D to replicate over its first and shard over its second axis. Default: all ranks.
+        Parameters that are DTensors on other axes of its root (tensor, expert parallelism) are sharded over these too.
     reshard_after_forward: free parameters after forward, gather them again in backward. None: True, but not for root.
     shard_placement_fn: fn(param) -> a Shard, torch's ShardPlacementResult or None. A result's mesh is where the
-        parameter is sharded; its dim is not followed, since a ragged cut needs no dim that divides.
+        parameter is sharded; its dim is not followed, since a ragged cut needs no dim that divides. Gradients of a
+        DTensor with a smaller mesh than the call's (experts on data ranks) are divided by the size of the call's.
     mp_policy: dtypes of computation, reduction and outputs.
     ignored_params: parameters that stay as they are.
+    dp_mesh_dims: names of the data axes of `mesh`, on all of whose axes parameters are DTensors already.
     param_policy: fn(fqn, param) -> ParamPolicy or None: what may not be cut, block formats, optimizers. A parameter
         with a format is gathered as its codes and scales; the unsharded one holds the decoded values, through which
         gradients pass straight to the shard, which keeps its dtype.
@@ -107,7 +111,7 @@ def fully_shard(
     warn_of_losses(managed)
     pin = offload_policy.pin_memory if isinstance(offload_policy, CPUOffloadPolicy) else None
     groups = [
-        (ExtensionGroup if members.gathers_itself else ParamGroup)(
+        _kind_of(members)(
             members.managed,
             modules,
             members.plan,
@@ -127,6 +131,16 @@ def fully_shard(
     for each_module in modules:
         _wrap_class(each_module)
     return module
+
+
+def _kind_of(members: Members) -> Any:
+    """The class of its group."""
+    if members.gathers_itself:
+        return ExtensionGroup
+    first = members.managed[0]
+    if members.format is not None and (not first.param.requires_grad or is_handed(first)):
+        return EncodedGroup
+    return ParamGroup
 
 
 def _circle_of(module: Any, data_mesh: DataMesh) -> Circle:

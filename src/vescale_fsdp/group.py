@@ -64,7 +64,7 @@ class ParamGroup:
         self.mp_policy = mp_policy
         self.shards = self._make_shards(managed, offload_pin)
         self.reduction = Reduction(self.shards, mesh)
-        self.quantized = QuantizedGather(plan, format) if format is not None else None
+        self.quantized = None if format is None else QuantizedGather(plan.layout, self.shards.shapes, format)
         self.traffic = Traffic()
         self.streams = Streams()
         self.name = plan.name
@@ -189,7 +189,7 @@ class ParamGroup:
         if self.phase is Phase.PRE_BACKWARD and not self.unshard_in_backward:
             return
         if self.views_shard:
-            self._pending = Gathering(self.shards.buffer), None
+            self._pending = Gathering(self.shards.buffer.flat), None
             return
         self._lane = self.streams.take_lane()
         with torch.profiler.record_function(f"vescale::all_gather ({self.name})"), self.streams.gathering(self._lane):

@@ -1,6 +1,7 @@
 """Gathering a group in a block format: each rank encodes its shard, fewer bytes travel, all ranks decode.
 
     shard --encode--> this rank's slice of both planes --gather in place--> planes --decode--> whole
+                      or what it stores, as it is                          or hand over
 
 Master weights keep their dtype; the unsharded parameters hold decoded values, through which gradients pass straight to
 the master weights. Encoding needs no message (a shard holds whole blocks), so that the gathered values are the same at
@@ -10,6 +11,8 @@ every world size, one rank included.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -19,48 +22,57 @@ import torch
 from . import _torch
 from .block_format import BlockFormat, decode_into, encode_into
 from .buffer import DBuffer
+from .layout import Layout, Span
 from .mesh import DataMesh
-from .plan import GroupPlan
-from .planes import Planes
-from .tiling import Tiling
+from .plane_memory import PlaneMemory, planes_of
 from .traffic import Traffic
 from .transfer import AllGather, Gathering
 
-__all__ = ["QuantizedGather"]
+__all__ = ["Handed", "QuantizedGather"]
 
 
 class QuantizedGather:
     """How one group, all of whose parameters are in `format`, is gathered."""
 
-    def __init__(self, plan: GroupPlan, format: BlockFormat) -> None:
+    def __init__(self, layout: Layout, shapes: Sequence[Sequence[int]], format: BlockFormat) -> None:
         self.format = format
-        self.shapes = [spec.shape for spec in plan.specs]
-        tilings = tuple(Tiling(format.block_shape, shape) for shape in self.shapes)
-        self.planes = Planes(plan.layout, tilings, format.bits, format.scale_dtype.itemsize)
-        self._scale_indices: dict[int, torch.Tensor] = {}
+        self.shapes = [tuple(shape) for shape in shapes]
+        self.planes = planes_of(format, layout, self.shapes)
+        self._runs: dict[int, list[_Run]] = {}
 
     def start(
         self,
-        shard: DBuffer,
-        whole: DBuffer,
+        source: DBuffer | PlaneMemory,
+        sink: DBuffer | Handed,
         mesh: DataMesh,
         *,
         comm: AllGather | None,
         async_op: bool,
         traffic: Traffic,
     ) -> Gathering:
-        """Encode `shard` and start to gather; `whole` is filled once the caller has waited."""
-        buffers = _PlaneBuffers(self.planes, self.format.scale_dtype, whole.flat.device, comm)
-        gathering = _QuantizedGathering(self, buffers, whole, traffic)
+        """Start to gather; `sink` is filled once the caller has waited.
+
+        `source` is a shard to encode, or what this rank stores encoded; `sink` takes decoded values, or the planes.
+        """
+        device = sink.flat.device if isinstance(sink, DBuffer) else sink.memory.memory.device
+        target = sink.memory if isinstance(sink, Handed) and comm is None else self._temporary(mesh, device, comm)
+        gathering = _QuantizedGathering(self, target, sink, traffic)
         with torch.no_grad():
-            self._encode(shard, buffers, mesh.rank)
-            traffic.copied_bytes += self.planes.wire_nbytes
+            stored = source if isinstance(source, PlaneMemory) else None
+            if stored is None:
+                assert isinstance(source, DBuffer)
+                self._encode(source, target, mesh.rank)
+                traffic.copied_bytes += self.planes.wire_nbytes
+            elif mesh.num_ranks == 1 or comm is not None or stored.memory.device != device:
+                self._place(stored, target, mesh.rank)
+                traffic.copied_bytes += self.planes.wire_nbytes
+                stored = None
             if mesh.num_ranks == 1:
                 return gathering
             gather_into = _torch.all_gather if comm is None else partial(_call, comm)
-            for plane in (*buffers.payloads, buffers.scale_bytes):
+            for i, plane in enumerate(target.parts):
                 share = plane.numel() // mesh.num_ranks
-                mine = plane.narrow(0, mesh.rank * share, share)
+                mine = plane.narrow(0, mesh.rank * share, share) if stored is None else stored.parts[i]
                 work = gather_into(plane, mine, group=mesh.group, async_op=async_op)
                 if work is not None:
                     gathering.works.append(work)
@@ -69,94 +81,142 @@ class QuantizedGather:
                 traffic.wire_bytes += (mesh.num_ranks - 1) * share
         return gathering
 
-    def _encode(self, shard: DBuffer, buffers: _PlaneBuffers, rank: int) -> None:
+    def memory(self, mesh: DataMesh, device: torch.device) -> PlaneMemory:
+        """Planes of all ranks."""
+        return PlaneMemory(self.planes, self.format.scale_dtype, device, num_shares=mesh.num_ranks)
+
+    def _temporary(self, mesh: DataMesh, device: torch.device, comm: AllGather | None) -> PlaneMemory:
+        """Planes of all ranks for the time of one gather; a user's `comm` allocates what it gathers into."""
+        if comm is None:
+            return self.memory(mesh, device)
+        nbytes = mesh.num_ranks * self.planes.wire_nbytes
+        memory = comm.allocate((nbytes,), dtype=torch.uint8, device=device)
+        return PlaneMemory(self.planes, self.format.scale_dtype, device, num_shares=mesh.num_ranks, memory=memory)
+
+    def _encode(self, shard: DBuffer, target: PlaneMemory, rank: int) -> None:
         """Encode each local piece straight into this rank's slice of the planes."""
-        lane_of = self.planes.layout.lane_of
         for i, shape in enumerate(self.shapes):
             piece = shard.view(i)
-            if not piece.numel():
-                continue
-            payload, scales = self.planes.local_payload_span(i, rank), self.planes.scale_span(i, rank)
-            encode_into(
-                self.format,
-                piece.to(buffers.scales.device, non_blocking=True),
-                shape,
-                buffers.payload_of(lane_of[i], rank)[payload.begin : payload.end],
-                buffers.scales_of(rank)[scales.begin : scales.end],
-            )
+            if piece.numel():
+                piece = piece.to(target.memory.device, non_blocking=True)
+                encode_into(self.format, piece, shape, target.payload_of(i, rank), target.scales_of(i, rank))
 
-    def decode(self, buffers: _PlaneBuffers, whole: DBuffer) -> None:
+    def _place(self, stored: PlaneMemory, target: PlaneMemory, rank: int) -> None:
+        """Copy what is stored into this rank's slice."""
+        for mine, plane in zip(stored.parts, target.parts, strict=True):
+            plane.narrow(0, rank * mine.numel(), mine.numel()).copy_(mine, non_blocking=True)
+
+    def decode(self, gathered: PlaneMemory, whole: DBuffer) -> None:
         """Fill every tensor of `whole` from the gathered planes."""
-        lane_of = self.planes.layout.lane_of
         for i, shape in enumerate(self.shapes):
-            if not math.prod(shape):
-                continue
-            span = self.planes.payload_span(i)
-            payload = buffers.payloads[lane_of[i]][span.begin : span.end]
-            scales = buffers.scales.index_select(0, self._scale_index(i, buffers.scales.device))
-            decode_into(self.format, payload, scales, shape, whole.view(i))
+            if math.prod(shape):
+                decode_into(self.format, gathered.whole_payload_of(i), self.scales(i, gathered), shape, whole.view(i))
 
-    def _scale_index(self, tensor: int, device: torch.device) -> torch.Tensor:
-        """Where the tensor's scales lie in the whole plane; made once, since there is a run for each of many ranks."""
-        index = self._scale_indices.get(tensor)
-        if index is None or index.device != device:
-            runs = [torch.arange(run.begin, run.end, dtype=torch.int32) for run in self.planes.scale_spans(tensor)]
-            with torch.inference_mode(False):
-                index = self._scale_indices[tensor] = torch.cat(runs).to(device)
-        return index
+    def scales(self, tensor: int, gathered: PlaneMemory) -> torch.Tensor:
+        """The tensor's scales of all ranks, in block order; a copy where they lie apart."""
+        flat = gathered.scales
+        pieces = [
+            flat.as_strided((run.count, run.length), (run.stride, 1), flat.storage_offset() + run.begin).reshape(-1)
+            for run in self._scale_runs(tensor)
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else flat.narrow(0, 0, 0)
+
+    def _scale_runs(self, tensor: int) -> list[_Run]:
+        """Where the tensor's scales lie in the whole plane; found once, since many ranks may own some."""
+        runs = self._runs.get(tensor)
+        if runs is None:
+            runs = self._runs[tensor] = _merged(self.planes.scale_spans(tensor))
+        return runs
 
 
-class _PlaneBuffers:
-    """Memory of both planes of all ranks, for the time of one gather. On the wire everything is uint8."""
+@dataclass
+class _Run:
+    """`count` pieces of `length` scales each, `stride` apart: ranks that own equal shares of a tensor."""
 
-    def __init__(self, planes: Planes, dtype: torch.dtype, device: torch.device, comm: AllGather | None) -> None:
-        num_ranks = planes.layout.num_ranks
-        self._planes = planes
-        lanes = [num_ranks * nbytes for nbytes in planes.payload_nbytes]
-        sizes = [*lanes, num_ranks * planes.scale_share * planes.scale_nbytes]
+    begin: int
+    length: int
+    stride: int = 0
+    count: int = 1
+
+
+def _merged(spans: Sequence[Span]) -> list[_Run]:
+    runs: list[_Run] = []
+    for span in spans:
+        last = runs[-1] if runs else None
+        step = span.begin - (last.begin + (last.count - 1) * last.stride) if last else 0
+        if last is not None and last.length == len(span) and last.stride in (0, step):
+            last.stride, last.count = step, last.count + 1
+        else:
+            runs.append(_Run(span.begin, len(span)))
+    return runs
+
+
+class Handed:
+    """Gathered planes that modules compute with: they stay until the group reshards, and views of them survive that."""
+
+    def __init__(self, gather: QuantizedGather, mesh: DataMesh, device: torch.device) -> None:
+        self.memory = gather.memory(mesh, device)
+        self._gather = gather
+        counts = [tiling.num_blocks for tiling in gather.planes.tilings]
+        starts = list(accumulate(counts, initial=0))
         with torch.inference_mode(False):
-            if comm is None:
-                memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-            else:
-                memory = comm.allocate((sum(sizes),), dtype=torch.uint8, device=device)
-        *payloads, self.scale_bytes = (
-            memory.narrow(0, start, size) for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False)
-        )
-        self.memory = memory
-        self.payloads = tuple(payloads)
-        self.scales = self.scale_bytes.view(dtype)
+            self._in_order = torch.empty(starts[-1], dtype=gather.format.scale_dtype, device=device)
+        self.scales = [self._in_order.narrow(0, start, count) for start, count in zip(starts, counts, strict=False)]
+        """Of each tensor, in block order."""
+        self._in_order_nbytes = self._in_order.nbytes
 
-    def payload_of(self, lane: int, rank: int) -> torch.Tensor:
-        share = self._planes.payload_nbytes[lane]
-        return self.payloads[lane].narrow(0, rank * share, share)
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes + self._in_order_nbytes
 
-    def scales_of(self, rank: int) -> torch.Tensor:
-        share = self._planes.scale_share
-        return self.scales.narrow(0, rank * share, share)
+    def settle(self, gathered: PlaneMemory) -> None:
+        """Take over what was gathered elsewhere, and put each tensor's scales together."""
+        if gathered is not self.memory:
+            self.memory.memory.copy_(gathered.memory)
+        for i, scales in enumerate(self.scales):
+            scales.copy_(self._gather.scales(i, self.memory))
+
+    def alloc(self) -> None:
+        self.memory.alloc()
+        storage = self._in_order.untyped_storage()
+        if storage.size() != self._in_order_nbytes:
+            storage.resize_(self._in_order_nbytes)
+
+    def free(self) -> None:
+        self.memory.free()
+        self._in_order.untyped_storage().resize_(0)
+
+    @property
+    def guarded(self) -> tuple[torch.Tensor, ...]:
+        """Memory that is filled again and again, which autograd must not take for a change."""
+        return self.memory.memory, self._in_order
 
 
 class _QuantizedGathering(Gathering):
-    """A gather of planes under way; waiting for it decodes."""
+    """A gather of planes under way; waiting for it decodes, or hands over."""
 
-    def __init__(self, plan: QuantizedGather, buffers: _PlaneBuffers, whole: DBuffer, traffic: Traffic) -> None:
-        super().__init__(whole)
+    def __init__(self, plan: QuantizedGather, gathered: PlaneMemory, sink: DBuffer | Handed, traffic: Traffic) -> None:
+        super().__init__(*((sink.flat,) if isinstance(sink, DBuffer) else sink.guarded))
         self._plan = plan
-        self._buffers: _PlaneBuffers | None = buffers
-        self._whole = whole
+        self._gathered: PlaneMemory | None = gathered
+        self._sink = sink
         self._traffic = traffic
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
         self.works.clear()
-        if self._buffers is not None:
+        if self._gathered is not None:
             with torch.no_grad():
-                self._plan.decode(self._buffers, self._whole)
-            self._traffic.copied_bytes += self._whole.nbytes
-            if self._buffers.memory.is_cuda:
+                if isinstance(self._sink, DBuffer):
+                    self._plan.decode(self._gathered, self._sink)
+                    self._traffic.copied_bytes += self._sink.nbytes
+                else:
+                    self._sink.settle(self._gathered)
+            if self._gathered.memory.is_cuda:
                 # Allocated on the gather's stream, read on this one: not to be reused before this one is done.
-                self._buffers.memory.record_stream(torch.cuda.current_stream())
-            self._buffers = None
+                self._gathered.memory.record_stream(torch.cuda.current_stream())
+            self._gathered = None
         super().wait()
 
 

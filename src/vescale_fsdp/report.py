@@ -119,4 +119,4 @@ def _describe(group: ParamGroup) -> GroupReport:
     whole_nbytes = group.mesh.num_ranks * shard.flat.numel() * group.compute_dtype.itemsize
     footprint = footprint_of_group(group)
     peak = None if footprint is None else footprint.peak
-    return GroupReport(group.plan, shard.nbytes, whole_nbytes, group.reshard_after_forward, peak)
+    return GroupReport(group.plan, group.shards.nbytes, whole_nbytes, group.reshard_after_forward, peak)

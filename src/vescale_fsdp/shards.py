@@ -59,6 +59,11 @@ class Shards:
         return self.buffer.dtype
 
     @property
+    def nbytes(self) -> int:
+        """Of the parameters that this rank keeps, padding included."""
+        return self.buffer.nbytes
+
+    @property
     def is_meta(self) -> bool:
         return self.device.type == "meta"
 
@@ -130,7 +135,7 @@ class Shards:
         The Parameter objects stay the same, so an optimizer keeps them. Returns whether anything had moved and is back.
         While a state dict is `partly_loaded`, parameters of several dtypes or devices wait for the rest.
         """
-        found = [_newest(each, old) for each, old in zip(self.managed, self.params, strict=True)]
+        found = self._found()
         moved = [
             new is not old or _torch.local_of(old) is not local
             for new, old, local in zip(found, self.params, self.locals, strict=True)
@@ -148,6 +153,10 @@ class Shards:
             self._point(i, local)
         self._zero_padding()
         return True
+
+    def _found(self) -> list[nn.Parameter]:
+        """What modules hold as these parameters now."""
+        return [_newest(each, old) for each, old in zip(self.managed, self.params, strict=True)]
 
     @torch.no_grad()
     def take_over(self, params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:

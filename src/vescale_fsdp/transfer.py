@@ -68,11 +68,11 @@ def _split(divisor: float) -> tuple[float, float]:
 class Gathering:
     """A gather under way."""
 
-    def __init__(self, whole: DBuffer) -> None:
+    def __init__(self, *filled: torch.Tensor) -> None:
         self.works: list[dist.Work] = []
         self.staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Until the end of the wait: gloo's threads write, and count versions, whenever they get to it.
-        self._guard = _torch.preserve_version(whole.flat)
+        self._guard = _torch.preserve_version(*filled)
         self._guard.__enter__()
 
     def wait(self) -> None:
@@ -94,7 +94,7 @@ def gather(
     the output: one cast, and the gather is in place. A user's `comm` gathers in memory that it allocates itself, from
     where the whole is copied.
     """
-    gathering = Gathering(whole)
+    gathering = Gathering(whole.flat)
     with torch.no_grad():
         for source, target in zip(shard.lanes, whole.lanes, strict=True):
             output = target

@@ -44,7 +44,7 @@ def gathered(plan: GroupPlan, name: str, dtype: torch.dtype, *, async_op: bool =
         shard.view(i).copy_(values(spec.shape).flatten()[span.begin : span.end])
     whole = DBuffer.whole(plan.layout, numels, dtype=dtype, device=device)
     traffic = Traffic()
-    QuantizedGather(plan, registry().format(name)).start(
+    QuantizedGather(plan.layout, [spec.shape for spec in plan.specs], registry().format(name)).start(
         shard, whole, mesh, comm=None, async_op=async_op, traffic=traffic
     ).wait()
     return whole, traffic

@@ -160,18 +160,3 @@ def test_a_format_for_a_parameter_that_gathers_itself_is_not_a_silent_no_op() ->
     layer.weight = nn.Parameter(torch.randn(64, 64).as_subclass(Halved))
     with pytest.raises(NotImplementedError, match=r"weight: a \w+ gathers itself .* format 'mxfp8' would do nothing"):
         fully_shard(layer, param_policy=matrices_in("mxfp8"))
-
-
-@ranks(2)
-def test_frozen_weights_are_gathered_in_their_format_too() -> None:
-    frozen = model()
-    for param in frozen.parameters():
-        param.requires_grad_(param.ndim != 2)
-    sharded = fully_shard(frozen, param_policy=matrices_in("mxfp4"))
-    sharded(batch(0)).square().sum().backward()
-    for param, master in zip(sharded.parameters(), model().parameters(), strict=True):
-        assert (param.grad is None) == (param.ndim == 2)
-        assert torch.equal(param.full_tensor(), master)
-    sharded.unshard()
-    expected = decoded(model()[0].weight.data, "mxfp4")
-    assert torch.equal(next(sharded.parameters()), expected)
