@@ -51,7 +51,8 @@ def flat(optimizer: Optimizer, model: nn.Module) -> Optimizer:
         raise ValueError("flat: optimizer.step was replaced, by a scheduler perhaps. Call flat() before you make that.")
     for group in optimizer.param_groups:
         _check(group)
-    shadow = type(optimizer)([torch.zeros(0)])
+    make: Callable[..., Optimizer] = type(optimizer)
+    shadow = make([torch.zeros(0)])
     optimizer.__class__ = kind
     assert isinstance(optimizer, _Flat)
     optimizer._flattened = Flattened(optimizer, shadow, model)

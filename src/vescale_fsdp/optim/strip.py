@@ -124,7 +124,7 @@ class Strip:
                 continue
             place = last_place
             if not member.is_empty:
-                place = (local.untyped_storage().data_ptr(), local.storage_offset() - member.begin)
+                place = (local.untyped_storage().data_ptr(), int(local.storage_offset()) - member.begin)
             together = last is not None and member.follows and last.group == member.group and joins[member.group]
             together = together and (last_place is None or place == last_place)
             pattern.append(together)
@@ -262,7 +262,12 @@ class Strip:
         flat = self._part(key, member.begin, member.end)
         local = flat.view(_torch.local_of(member.param).shape)
         spec = _torch.spec_of(member.param)
-        return _torch.dtensor(local, spec if flat.dtype == member.param.dtype else _torch.with_dtype(spec, flat.dtype))
+        if flat.dtype != member.param.dtype:
+            spec = _torch.with_dtype(spec, flat.dtype)
+        # A DTensor takes over its first local tensor's offset, and torch's deepcopy works at offset 0 alone.
+        view = _torch.dtensor(torch.empty_like(local), spec)
+        _torch.set_local(view, local)
+        return view
 
 
 def _members(shards: Shards, fqns: Sequence[str], groups: Mapping[Tensor, int]) -> Iterator[Member]:

@@ -31,6 +31,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
     "adamw fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
     "adamw tensor lr": (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
+    "adam with a large eps": (torch.optim.Adam, {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.01}),
     "adagrad fused": (torch.optim.Adagrad, {"lr": 0.1, "fused": True}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
@@ -79,16 +80,16 @@ def assert_equal(trained: list[tuple[nn.Module, torch.optim.Optimizer]]) -> None
 
 
 @pytest.mark.parametrize("kind", [Tower, Odd])
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
 @ranks(1, 2, 3, 4)
-def test_every_bit_is_that_of_the_optimizers_own_step(name: str, kind: type[nn.Module]) -> None:
-    trained = pair(name, kind)
-    for step in range(3):
-        for model, optim in trained:
-            backward(model, step)
-            optim.step()
-            optim.zero_grad()
-    assert_equal(trained)
+def test_every_bit_is_that_of_the_optimizers_own_step(kind: type[nn.Module]) -> None:
+    for name in OPTIMIZERS:
+        trained = pair(name, kind)
+        for step in range(3):
+            for model, optim in trained:
+                backward(model, step)
+                optim.step()
+                optim.zero_grad()
+        assert_equal(trained)
 
 
 @ranks(2, 4)
@@ -116,7 +117,7 @@ def fully_shard_buffer(model: nn.Module) -> Any:
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 @ranks(2)
 def test_low_precision_parameters_get_the_same_bits(low: torch.dtype) -> None:
-    trained = pair("adam", lambda: Tower().to(low))
+    trained = pair("adam with a large eps", lambda: Tower().to(low))
     for step in range(2):
         for model, optim in trained:
             model(batch(step, 2, dist.get_rank()).to(low)).square().mean().backward()
@@ -174,7 +175,7 @@ def test_schedulers_hooks_and_closures_work_as_before() -> None:
         losses = []
         for (model, optim), scheduler in zip(trained, schedulers, strict=True):
 
-            def closure(model: nn.Module = model, optim: torch.optim.Optimizer = optim) -> Tensor:
+            def closure(model: nn.Module = model, optim: Any = optim, step: int = step) -> Tensor:
                 optim.zero_grad()
                 loss = model(batch(step, 2, dist.get_rank())).square().mean()
                 loss.backward()
@@ -283,37 +284,40 @@ def test_states_are_views_of_one_buffer_a_group() -> None:
 
 @ranks(2)
 def test_added_groups_foreign_parameters_and_converted_models_are_stepped() -> None:
-    trained = []
+    trained, owned = [], []
     for is_flat in (True, False):
         model, own = wrapped(), nn.Parameter(torch.ones(3))
         optim: torch.optim.Optimizer = torch.optim.Adam([*model.blocks.parameters(), own], lr=0.01)
         optim = flat(optim, model) if is_flat else optim
         optim.add_param_group({"params": [*model.embed.parameters(), *model.head.parameters()], "lr": 0.1})
         trained.append((model, optim))
-        model.own = own
+        owned.append(own)
     for dtype in (torch.float32, torch.float64):
-        for model, optim in trained:
+        for (model, optim), own in zip(trained, owned, strict=True):
             if dtype == torch.float64:
                 model.to(dtype)
                 optim.state.clear()
-            (model(batch(0, 2, dist.get_rank()).to(dtype)).square().mean() + model.own.sum()).backward()
+            (model(batch(0, 2, dist.get_rank()).to(dtype)).square().mean() + own.square().sum()).backward()
             optim.step()
             optim.zero_grad()
     assert_equal(trained)
+    assert torch.equal(*owned)
 
 
 @ranks(1)
 def test_what_flat_does_not_know_is_refused() -> None:
     model = wrapped()
-    with pytest.raises(ValueError, match="expected one of torch.optim's SGD, Adam, AdamW, Adagrad, RMSprop, got LBFGS"):
+    with pytest.raises(
+        ValueError, match=r"expected one of torch.optim's SGD, Adam, AdamW, Adagrad, RMSprop, got LBFGS"
+    ):
         flat(torch.optim.LBFGS(model.parameters()), model)
-    with pytest.raises(ValueError, match="differentiable=True needs the optimizer's own step"):
+    with pytest.raises(ValueError, match=r"differentiable=True needs the optimizer's own step"):
         flat(torch.optim.SGD(model.parameters(), differentiable=True), model)
-    with pytest.raises(ValueError, match="holds no module that vescale_fsdp.fully_shard wrapped"):
+    with pytest.raises(ValueError, match=r"holds no module that vescale_fsdp.fully_shard wrapped"):
         flat(torch.optim.SGD(model.parameters()), nn.Linear(2, 2))
     scheduled = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.ConstantLR(scheduled)
     with pytest.raises(ValueError, match=r"Call flat\(\) before you make that"):
         flat(scheduled, model)
     with pytest.raises(VescaleError, match="was copied or unpickled"):
-        copy.deepcopy(flat(torch.optim.SGD(model.parameters(), lr=0.1), model)).step()
+        copy.copy(flat(torch.optim.SGD(model.parameters(), lr=0.1), model)).step()
