@@ -20,28 +20,38 @@ SHAPES: list[tuple[int, ...]] = [(24,), (12, 5), (6, 4, 2), (2, 3, 2, 1, 2), (0,
 def held(
     full: torch.Tensor, placements: Sequence[Placement], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> torch.Tensor:
-    """The local tensor of the rank at `coordinate`: cuts from left to right, strided ones last."""
+    """The local tensor of the rank at `coordinate`: cuts from left to right, strided ones last.
+
+    Those are taken at the rows at which they would be in the first, longest piece of a Shard(0).
+    """
     part, flattened = full, 1
+    rows = full.shape[0] if full.ndim else 1
     order = sorted(range(len(placements)), key=lambda axis: isinstance(placements[axis], StridedRaggedShard))
     for axis in order:
         placement, size, index = placements[axis], mesh[axis], coordinate[axis]
         if isinstance(placement, RaggedShard):
-            part = _rows(part, len(placement.dims) - flattened + 1, tuple(placement.local_units), index)
+            num_dims = len(placement.dims) - flattened + 1
+            whole = rows * math.prod(part.shape[1:num_dims]) if isinstance(placement, StridedRaggedShard) else None
+            part = _rows(part, num_dims, tuple(placement.local_units), index, whole)
             flattened = len(placement.dims)
         elif isinstance(placement, Shard):
             dim = placement.dim - flattened + 1
             chunks = torch.chunk(part, size, dim)
             part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
+            rows = len(chunks[0]) if placement.dim == 0 else rows
     return part.contiguous()
 
 
-def _rows(part: torch.Tensor, num_dims: int, units: tuple[int, ...], index: int) -> torch.Tensor:
+def _rows(
+    part: torch.Tensor, num_dims: int, units: tuple[int, ...], index: int, whole: int | None = None
+) -> torch.Tensor:
     part = part.reshape(math.prod(part.shape[:num_dims]), *part.shape[num_dims:])
     if not part.numel():
         return part[:0]
-    unit = len(part) // sum(units)
-    assert unit * sum(units) == len(part)
-    return part.split([unit * n for n in units])[index]
+    whole = len(part) if whole is None else whole
+    unit = whole // sum(units)
+    assert unit * sum(units) == whole
+    return part[unit * sum(units[:index]) : unit * sum(units[: index + 1])]
 
 
 def some_units(num_ranks: int) -> Iterator[tuple[int, ...]]:

@@ -65,11 +65,17 @@ class Piece:
         sizes = (*self.sizes[:dim], end - begin, *self.sizes[dim + 1 :])
         return Piece(offsets, sizes, self.num_flat, self.begin, self.end)
 
-    def cut(self, num_flat: int, units: Units, index: int) -> Piece:
-        """The share of rank `index` when the first `num_flat` dims are flattened and cut by `units`."""
+    def cut(self, num_flat: int, units: Units, index: int, *, longest: Piece | None = None) -> Piece:
+        """The share of rank `index` when the first `num_flat` dims are flattened and cut by `units`.
+
+        longest: of several pieces that are cut at the same rows, the one whose rows the units share; of 3 and 2 rows,
+            units (1, 2) cut the first into 1 + 2 and the second into 1 + 1.
+        """
         begin, end = self._rows(num_flat)
-        first, last = cut_range(end - begin, units, index, has_elements=math.prod(self.sizes[num_flat:]) > 0)
-        return Piece(self.offsets, self.sizes, num_flat, begin + first, begin + last)
+        shared_begin, shared_end = (self if longest is None else longest)._rows(num_flat)
+        has_elements = math.prod(self.sizes[num_flat:]) > 0
+        first, last = cut_range(shared_end - shared_begin, units, index, has_elements=has_elements)
+        return Piece(self.offsets, self.sizes, num_flat, min(begin + first, end), min(begin + last, end))
 
     def _rows(self, num_flat: int) -> tuple[int, int]:
         if self.num_flat is None:

@@ -134,13 +134,17 @@ def _distinct_coordinates(placements: Placements, mesh: Shape) -> Iterator[tuple
 
 @functools.lru_cache(maxsize=16384)
 def _piece(shape: Shape, placements: Placements, mesh: Shape, coordinate: tuple[int, ...]) -> Piece:
-    piece = Piece.whole(shape)
+    piece = longest = Piece.whole(shape)
     for axis in application_order(placements):
-        placement = placements[axis]
+        placement, index = placements[axis], coordinate[axis]
         if isinstance(placement, RaggedShard):
-            piece = piece.cut(placement.num_flat, placement.local_units, coordinate[axis])
+            # Pieces of a Shard(0), of which the first is the longest, are cut at the same rows.
+            cut = placement.num_flat, placement.local_units, index
+            shared = longest if isinstance(placement, StridedRaggedShard) else None
+            piece, longest = piece.cut(*cut, longest=shared), longest.cut(*cut)
         elif isinstance(placement, Shard):
-            piece = piece.chunk(placement.dim, mesh[axis], coordinate[axis])
+            piece = piece.chunk(placement.dim, mesh[axis], index)
+            longest = longest.chunk(placement.dim, mesh[axis], index if placement.dim else 0)
     return piece
 
 
