@@ -163,10 +163,11 @@ def _modules_of(module: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {each}")
         if find_state(each) is not None:
             raise VescaleError(f"fully_shard was applied to this module before; wrap it once:\n{each}")
-        if _torch.state_of(each) is not None:
-            raise VescaleError(
-                f"torch's own fully_shard wraps this module already; use one of the two in a model:\n{each}"
-            )
+        for child in each.modules():
+            if _torch.state_of(child) is not None and find_state(child) is None:
+                raise VescaleError(
+                    f"torch's own fully_shard wraps this module; use one of the two in a model:\n{child}"
+                )
     return modules
 
 

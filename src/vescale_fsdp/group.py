@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .block_format import BlockFormat
 from .buffer import DBuffer
+from .errors import VescaleError
 from .full_values import shard_full_values
 from .guards import Trap
 from .kept import KeptShards
@@ -146,6 +147,17 @@ class ParamGroup:
             self.reduction.reset()
         elif self.views_shard:
             self._forget_unsharded()
+
+    def adopt_assigned(self) -> None:
+        """Values that someone assigned to a module in place of a parameter; nothing is looked at if none were."""
+        if self._owners.hold(self.registered):
+            return
+        if self.is_unsharded or self._kept is not None:
+            raise VescaleError(
+                f"{self.fqns}: one of these was assigned anew while they were gathered, where the assignment is lost. "
+                f"Call reshard() before it, or change the parameter in place."
+            )
+        self.adopt()
 
     def _forget_unsharded(self) -> None:
         if any(param.grad is not None for param in self._unsharded):
@@ -354,6 +366,10 @@ class _Owners:
                     self._fast.append((module._parameters, name, i))
                 else:
                     self._slow.append((module, name, i))
+
+    def hold(self, params: Sequence[nn.Parameter]) -> bool:
+        """Whether the modules hold these very parameters."""
+        return all(parameters.get(name) is params[i] for parameters, name, i in self._fast)
 
     def put(self, params: Sequence[nn.Parameter], *, sharded: bool) -> None:
         # nn.Module.__setattr__ checks what we know, and costs ten times as much.

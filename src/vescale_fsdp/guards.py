@@ -112,20 +112,22 @@ class Trap:
 class Census:
     """Every parameter below the root is managed or ignored, and every ignored one is below the root: checked when made.
 
-    `holds` tells cheaply, before each iteration, whether modules or parameters were added or removed since.
+    `holds` tells cheaply, before each iteration, whether modules or parameters were added, removed or replaced since.
     """
 
     def __init__(self, root: nn.Module, managed: set[nn.Parameter], ignored: set[nn.Parameter]) -> None:
         _refuse_unmanaged(root, managed, ignored)
         _refuse_unknown_ignored(root, ignored)
-        self._held: list[dict[str, Any]] = []
-        for module in root.modules():
-            self._held += [cast(dict[str, Any], module._parameters), cast(dict[str, Any], module._modules)]
-        self._count = sum(map(len, self._held))
+        self._params = [module._parameters for module in root.modules()]
+        self._children = [module._modules for module in root.modules()]
+        self._found = self._count()
 
     @property
     def holds(self) -> bool:
-        return sum(map(len, self._held)) == self._count
+        return self._count() == self._found
+
+    def _count(self) -> tuple[int, list[list[nn.Module | None]]]:
+        return sum(map(len, self._params)), [list(children.values()) for children in self._children if children]
 
 
 def _refuse_unmanaged(root: nn.Module, managed: set[nn.Parameter], ignored: set[nn.Parameter]) -> None:

@@ -175,10 +175,18 @@ class ModuleState:
         schedule = self.schedule
         schedule.forward_root = self
         schedule.begun = []
-        if self.is_root and not self._census.holds:
-            self._census = _census_of(self.modules[0], schedule.states)
+        if self.is_root:
+            self._look_around()
         schedule.streams.start_forward(schedule.post_optim_event)
         schedule.post_optim_event = None
+
+    def _look_around(self) -> None:
+        """What users assigned since the last iteration is taken over, or refused."""
+        for state in self.schedule.states:
+            for group in state.groups:
+                group.adopt_assigned()
+        if not self._census.holds:
+            self._census = _census_of(self.modules[0], self.schedule.states)
 
     @_torch.untraced
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
