@@ -144,6 +144,8 @@ def _check_states(states: Sequence[ModuleState], names: Mapping[nn.Parameter, st
         name = names[group.shards.params[0]]
         if group.reduction.holds_memory:
             lines.append(f"{name}: holds gradients that are not reduced yet; reduce them first")
+        if any(home.given is not None for home in group.shards.homes):
+            lines.append(f"{name}: is sharded by tensor or expert parallelism as well, which is not built yet")
         if group.shards.is_meta:
             lines.append(f"{name}: is on the meta device; call to_empty(device=...) and load it first")
         if group.quantized is not None:
