@@ -2,8 +2,8 @@
 
 Reading order; a file imports only what stands before it:
 
-    matrices orthogonalize owners holdings route notes passage terms lend adamw blocks adamw8bit optimizer muon
-    preconditioner panel_owners panel_state panels shampoo whole strip flat
+    matrices orthogonalize owners holdings route notes passage terms lend aligned adamw blocks adamw8bit optimizer
+    muon preconditioner panel_owners panel_state panels shampoo whole strip flat
 """
 
 from .adamw8bit import AdamW8bit

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from vescale_fsdp.errors import VescaleError
 
 from .adamw import ADAMW_DEFAULTS, adamw_step
+from .aligned import align_state, aligned_grad
 from .lend import BUCKET_NBYTES, Lender, Replicas, Run, flat_local
 from .matrices import Matrix, matrices_of
 
@@ -53,19 +54,8 @@ class Borrowed:
 
     def local_grad(self, index: int) -> Tensor:
         """The flat local elements of its gradient, cut as the parameter is."""
-        param, grad = self.params[index], self.params[index].grad
-        assert grad is not None
-        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
-            return grad.reshape(-1)
-        if grad.placements != param.placements:
-            for own, wanted in zip(grad.placements, param.placements, strict=True):
-                if own != wanted and not own.is_replicate():  # a replica is cut without a message
-                    raise VescaleError(
-                        f"{self.names[index]}: expected a gradient with the parameter's placements {param.placements}, "
-                        f"got {grad.placements}. Redistribute the gradient before the step."
-                    )
-            grad = grad.redistribute(placements=param.placements)
-        return grad.to_local().reshape(-1)
+        grad = aligned_grad(self.params[index], self.names[index])
+        return (grad.to_local() if isinstance(grad, DTensor) else grad).reshape(-1)
 
     def by_group(self, runs: Sequence[Run]) -> Iterable[tuple[Group, list[int]]]:
         """Positions in `runs`, for each parameter group."""
@@ -145,8 +135,18 @@ class MatrixOptimizer(Optimizer):
             self.conclude(borrowed, [index for index in range(len(borrowed.params)) if index not in skipped])
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
-                adamw_step(group["params"], self.state, group)
+                adamw_step(zip(_names(self.param_groups, group), group["params"], strict=True), self.state, group)
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but every state keeps its own dtype, which torch casts to the parameter's."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(saved, params, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if torch.is_tensor(value) and value.dtype != self.state[param][key].dtype:
+                    self.state[param][key] = value.to(self.state[param][key].device, copy=True)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, in one order on all ranks: owners make state before others, and gathers go by the order."""
@@ -162,7 +162,7 @@ class MatrixOptimizer(Optimizer):
             if group["algorithm"] == self.algorithm
             for name, param in zip(_names(self.param_groups, group), group["params"], strict=True)
         ]
-        key = tuple((id(param), id(group), _layout(param)) for param, group, _ in entries)
+        key = tuple((id(p), id(group), _layout(p), self.travel_dtype(p, group)) for p, group, _ in entries)
         if self._borrowed is None or self._borrowed[0] != key:
             meshes: dict[Any, list[tuple[Tensor, Group, str]]] = defaultdict(list)
             for entry in entries:
@@ -219,6 +219,8 @@ class MatrixOptimizer(Optimizer):
 
     def _borrow(self, entries: Sequence[tuple[Tensor, Group, str]], dtype: torch.dtype) -> Borrowed:
         params, groups, names = zip(*entries, strict=True)
+        for param, name in zip(params, names, strict=True):
+            flat_local(param, name)  # refuse what is not contiguous before anything changes
         each = (self.matrices_of(name, param, index) for index, (param, _, name) in enumerate(entries))
         matrices = tuple(itertools.chain.from_iterable(each))
         has_cost = bool(matrices) and self.cost(matrices[0]) is not None
@@ -237,6 +239,9 @@ class MatrixOptimizer(Optimizer):
     def _failure(self, borrowed: Borrowed, present: Sequence[int]) -> Exception | None:
         """What `prepare` raised on this rank: the others are told with the first matrices, and raise, too."""
         try:
+            for param, name in zip(borrowed.params, borrowed.names, strict=True):
+                if state := self.state.get(param):
+                    align_state(state, param, name)
             self.prepare(borrowed, present)
         except Exception as error:
             return error
@@ -272,6 +277,11 @@ def matrix_groups(
 def _names(groups: Sequence[Group], group: Group) -> Sequence[str]:
     number = next(i for i, each in enumerate(groups) if each is group)
     names: Sequence[str] | None = group.get("param_names")
+    if names and len(names) != len(group["params"]):
+        raise VescaleError(
+            f"param_groups[{number}]: expected a name for each of {len(group['params'])} parameters, got {len(names)}. "
+            "Add parameters by add_param_group."
+        )
     return names or [f"param_groups[{number}].params[{i}]" for i in range(len(group["params"]))]
 
 
@@ -280,4 +290,4 @@ def _mesh(param: Tensor) -> DeviceMesh | None:
 
 
 def _layout(param: Tensor) -> Any:
-    return param.placements if isinstance(param, DTensor) else None
+    return (param.device_mesh, param.placements) if isinstance(param, DTensor) else None

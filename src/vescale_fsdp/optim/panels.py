@@ -57,16 +57,6 @@ class PanelOptimizer(MatrixOptimizer):
             if not float(group[name]) >= 0:
                 raise VescaleError(f"{name}: expected {name} >= 0, got {group[name]}.")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load, keeping the blocks' state in its own dtype (torch casts state to the parameter's)."""
-        super().load_state_dict(state_dict)
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(saved, params, strict=True):
-            for name in self.kinds:
-                if name in state_dict["state"].get(number, {}):
-                    self.state[param][name] = state_dict["state"][number][name].clone()
-
     def matrices_of(self, name: str, param: Tensor, index: int) -> tuple[Matrix, ...]:
         matrices = super().matrices_of(name, param, index)
         return tuple(panel for matrix in matrices for panel in panels_of(matrix, self.max_block_dim))
