@@ -57,11 +57,23 @@ def tensor_shard(dtensor: DTensor, index: Any) -> torch.Tensor:
         )
     for box in boxes_of(dtensor, index.fqn):
         if index.offset is None or tuple(index.offset) == box.offsets:
-            return local.view(-1)[box.start : box.start + box.numel].view(box.sizes)
+            return _alone(local.view(-1)[box.start : box.start + box.numel].view(box.sizes))
     raise RaggedShardError(
         f"{index.fqn}: this rank has no box at {index.offset}, only those at "
         f"{[box.offsets for box in boxes_of(dtensor)]} of {list(dtensor.placements)}."
     )
+
+
+def _alone(view: torch.Tensor) -> torch.Tensor:
+    """The same memory behind a storage of its own: DCP copies a view of a larger storage before it writes it.
+
+    On the CPU alone, and not for complex numbers and subclasses.
+    """
+    if type(view) is not torch.Tensor or view.device.type != "cpu" or view.is_complex() or not view.numel():
+        return view
+    if view.untyped_storage().nbytes() == view.nbytes:
+        return view
+    return torch.from_numpy(view.detach().reshape(-1).view(torch.uint8).numpy()).view(view.dtype).view(view.shape)
 
 
 def boxes_of(dtensor: DTensor, fqn: str = "tensor") -> tuple[Box, ...]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from vescale_fsdp import CheckpointError, fully_shard, load_full_state
+from vescale_fsdp.demo.meter import StepMeter
 
 
 class Tied(nn.Module):
@@ -123,3 +124,25 @@ def test_rank_0_sends_a_full_state_dict_and_a_gathered_one_is_saved_by_torch_sav
     plain = Tied()
     plain.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
     assert torch.equal(plain.embed.weight, expected["embed.weight"])
+
+
+@ranks(2)
+@pytest.mark.parametrize("call", ["torch's", "ours"])
+def test_what_rank_0_sends_takes_one_tensor_beside_the_shards(call: str) -> None:
+    width = 128
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))
+    state = {fqn: torch.randn(width, width) for fqn in model.state_dict()} if dist.get_rank() == 0 else {}
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    meter = StepMeter(2)
+    with meter:
+        torch.zeros(1)
+        before = meter.peak_bytes
+        if call == "ours":
+            load_full_state(model, state)
+        else:
+            set_model_state_dict(model, state, options=options)
+    assert meter.peak_bytes - before < 2 * width * width * 4, meter.peak_bytes - before

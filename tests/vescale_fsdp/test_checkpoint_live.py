@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import ranks
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from vescale_fsdp import CheckpointError, fully_shard, iterate_tensors, transfer_state
+from vescale_fsdp.demo.meter import StepMeter
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -96,3 +99,41 @@ def test_sharded_tensors_come_without_communication() -> None:
         (bucket,) = iterate_tensors(model, whole=False)
     assert comms.get_total_counts() == 0
     assert isinstance(bucket["embed.weight"], DTensor)
+
+
+@ranks(2)
+def test_whole_tensors_take_the_memory_of_a_few_buckets_and_not_of_the_model() -> None:
+    width, depth = 64, 12
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    meter, bucket_nbytes = StepMeter(2), 4 * width * width
+    with meter:
+        torch.zeros(1)
+        before = meter.peak_bytes
+        for bucket in iterate_tensors(model, bucket_nbytes=bucket_nbytes):
+            assert len(bucket) == 1
+    assert bucket_nbytes <= meter.peak_bytes - before < 5 * bucket_nbytes
+
+
+@ranks(2)
+def test_chunks_of_rows_three_five_and_seven_lie_where_the_plain_tensors_do() -> None:
+    """One padded buffer over two ranks: offsets are those of the tensors, not of the buffer."""
+    model = nn.ModuleDict({str(rows): nn.Linear(4, rows, bias=False) for rows in (3, 5, 7)})
+    whole = {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
+    root = nn.Sequential(model)
+    root.forward = lambda x: x
+    fully_shard(root)
+    for fqn, param in root.named_parameters():
+        found = [(chunk.offsets, chunk.sizes) for chunk in param.__create_chunk_list__()]
+        everyone: list[list[tuple[torch.Size, torch.Size]]] = [[], []]
+        dist.all_gather_object(everyone, found)
+        covered = torch.zeros(param.shape)
+        for offsets, sizes in (box for boxes in everyone for box in boxes):
+            covered[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+        assert bool((covered == 1).all())
+        for offsets, sizes in found:
+            box = param.__get_tensor_shard__(MetadataIndex(fqn, offsets))
+            slices = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            assert torch.equal(box, whole[fqn.removeprefix("0.")][slices])

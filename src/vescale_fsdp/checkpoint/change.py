@@ -43,6 +43,10 @@ class GroupChange:
     our_share: int
     is_root: bool
 
+    def share(self, whose: str) -> int:
+        """Elements that one rank keeps: "torch_share" or "our_share"."""
+        return {"torch_share": self.torch_share, "our_share": self.our_share}[whose]
+
     def padding_pct(self, share: int) -> float:
         return 100 * (self.num_ranks * share - self.numel) / self.numel if self.numel else 0.0
 
@@ -73,17 +77,22 @@ class Change:
     def padding_pct(self, share: str) -> float:
         """Of all groups; `share` is "torch_share" or "our_share"."""
         numel = sum(group.numel * group.count for group in self.groups)
-        stored = sum(group.num_ranks * getattr(group, share) * group.count for group in self.groups)
+        stored = sum(group.num_ranks * group.share(share) * group.count for group in self.groups)
         return 100 * (stored - numel) / numel
 
-    def copied_nbytes(self, whose: str) -> int:
-        """A step's, on one rank; `whose` is "torch" or "our"."""
-        return sum(getattr(group, f"{whose}_copied_nbytes") * group.count for group in self.groups)
-
     def peak_nbytes(self, share: str) -> int:
-        kept = sum(getattr(group, share) * group.nbytes_per_element * group.count for group in self.groups)
-        largest = max(group.num_ranks * getattr(group, share) * group.nbytes_per_element for group in self.groups)
+        kept = sum(group.share(share) * group.nbytes_per_element * group.count for group in self.groups)
+        largest = max(group.num_ranks * group.share(share) * group.nbytes_per_element for group in self.groups)
         return round(STATES * kept + 3 * largest)
+
+    @property
+    def torch_copied_nbytes(self) -> int:
+        """A step's, on one rank."""
+        return sum(group.torch_copied_nbytes * group.count for group in self.groups)
+
+    @property
+    def our_copied_nbytes(self) -> int:
+        return sum(group.our_copied_nbytes * group.count for group in self.groups)
 
     def to_json(self) -> str:
         value = {
@@ -91,7 +100,7 @@ class Change:
             "model": self.model,
             "num_ranks": self.num_ranks,
             "padding_pct": {"torch": self.padding_pct("torch_share"), "ours": self.padding_pct("our_share")},
-            "copied_nbytes_per_step": {"torch": self.copied_nbytes("torch"), "ours": self.copied_nbytes("our")},
+            "copied_nbytes_per_step": {"torch": self.torch_copied_nbytes, "ours": self.our_copied_nbytes},
             "peak_nbytes": {"torch": self.peak_nbytes("torch_share"), "ours": self.peak_nbytes("our_share")},
             "groups": [vars(group) for group in self.groups],
             "findings": [vars(finding) for finding in self.findings],

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from .errors import CheckpointError
 
-__all__ = ["aliases_of", "check_fit", "drop_unsaved_slots", "fresh_slots", "state_of"]
+__all__ = ["aliases_of", "check_fit", "drop_unsaved_slots", "fresh_slots", "state_of", "with_aliases"]
 
 MAX_NAMED = 10
 
@@ -38,6 +38,13 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
         if first.setdefault(param, fqn) != fqn:
             aliases[fqn] = first[param]
     return aliases
+
+
+def with_aliases(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values under every name that a parameter has."""
+    first = {id(param): fqn for fqn, param in model.named_parameters()}
+    params = model.named_parameters(remove_duplicate=False)
+    return {**values, **{fqn: values[first[id(param)]] for fqn, param in params if fqn not in values}}
 
 
 @contextmanager

@@ -3,15 +3,17 @@
     model-00001-of-00002.safetensors   model-00002-of-00002.safetensors   model.safetensors.index.json
 
 or `model.safetensors` alone. Tied parameters are stored once; the header's metadata has {second name: first name}, as
-safetensors' own save_model writes it.
+safetensors' own save_model writes it. Parameters in a block format are codes and scales, see file_format.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from operator import mul
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,8 +23,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from .contents import aliases_of
+from ..policy import ParamPolicy
+from .contents import aliases_of, with_aliases
 from .errors import CheckpointError, on_rank_0, together
+from .file_format import FileFormat, Quantised, file_format, find_quantised
 from .safetensor_file import Entry, TensorFile, begin_file, bytes_of
 
 __all__ = ["export_safetensors", "import_safetensors"]
@@ -30,6 +34,8 @@ __all__ = ["export_safetensors", "import_safetensors"]
 INDEX = "model.safetensors.index.json"
 SHARD_NBYTES = 5 * 10**9
 MAX_NAMED = 10
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+"""Dtypes that hold no values without scales, unless the model's own are of the same dtype."""
 
 
 @torch.no_grad()
@@ -40,6 +46,7 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     shard_nbytes: int = SHARD_NBYTES,
     rename: Callable[[str], str] = str,
+    param_policy: Callable[[str, Any], ParamPolicy | None] | None = None,
 ) -> None:
     """Write the whole model's state dict as safetensors; every rank calls it, rank 0 writes.
 
@@ -48,26 +55,53 @@ def export_safetensors(
     dtype: of floating-point tensors in the files; None keeps their own.
     shard_nbytes: of a file at most, unless one tensor is larger.
     rename: the name in the files of an fqn.
+    param_policy: as for `fully_shard`; parameters for which it names a format are written in that, with their scales.
     """
     values = {fqn: value for fqn, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     aliases = aliases_of(model)
     for fqn in aliases:
         values.pop(fqn, None)
-    entries = together(lambda: [_entry(rename(fqn), value, dtype) for fqn, value in values.items()])[0]
-    parts = _split(entries, shard_nbytes)
+    formats = together(lambda: _formats(model, param_policy))[0]
+    forms = together(lambda: [_form(fqn, value, rename, dtype, formats) for fqn, value in values.items()])[0]
+    parts = _split([entry for form in forms for entry in _entries(form)], shard_nbytes)
     metadata = {"format": "pt", **{rename(fqn): rename(first) for fqn, first in aliases.items()}}
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     writer = _Writer(Path(folder), parts, metadata) if is_writer else None
-    for value, entry in zip(values.values(), entries, strict=True):
+    for value, form in zip(values.values(), forms, strict=True):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if writer is not None:
-            writer.write(whole.to(entry.dtype).cpu())
+            for tensor in _in_form(form, whole.cpu()):
+                writer.write(tensor)
         del whole
     on_rank_0(lambda: writer.publish() if writer is not None else None)
 
 
-def _entry(name: str, value: torch.Tensor, dtype: torch.dtype | None) -> Entry:
-    return Entry(name, tuple(value.shape), dtype if dtype is not None and value.is_floating_point() else value.dtype)
+def _formats(model: nn.Module, param_policy: Callable[[str, Any], ParamPolicy | None] | None) -> dict[str, FileFormat]:
+    """The formats that parameters are written in, by fqn."""
+    policies = {fqn: param_policy(fqn, param) for fqn, param in model.named_parameters()} if param_policy else {}
+    return {fqn: file_format(each.format) for fqn, each in policies.items() if each is not None and each.format}
+
+
+def _form(
+    fqn: str,
+    value: torch.Tensor,
+    rename: Callable[[str], str],
+    dtype: torch.dtype | None,
+    formats: Mapping[str, FileFormat],
+) -> Entry | Quantised:
+    """What the files hold of a tensor."""
+    name, shape = rename(fqn), tuple(value.shape)
+    if fqn in formats:
+        return Quantised(name, shape, formats[fqn])
+    return Entry(name, shape, dtype if dtype is not None and value.is_floating_point() else value.dtype)
+
+
+def _entries(form: Entry | Quantised) -> tuple[Entry, ...]:
+    return form.entries if isinstance(form, Quantised) else (form,)
+
+
+def _in_form(form: Entry | Quantised, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return form.encode(whole) if isinstance(form, Quantised) else (whole.to(form.dtype),)
 
 
 def _split(entries: Sequence[Entry], shard_nbytes: int) -> list[list[Entry]]:
@@ -131,6 +165,8 @@ class _Writer:
 
     def publish(self) -> None:
         if self._error is not None:
+            for name in self._names:
+                self._aside(name).unlink(missing_ok=True)
             raise CheckpointError(f"{self._folder}: not exported: {self._error}") from self._error
         for name in self._names:
             self._aside(name).replace(self._folder / name)
@@ -150,7 +186,8 @@ class _Writer:
 def import_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, rename: Callable[[str], str] = str) -> None:
     """Load safetensors into the shards; every rank calls it, and reads the parts that it owns and nothing else.
 
-    rename: the name in the files of an fqn. Values are cast to the model's dtypes.
+    rename: the name in the files of an fqn. Values are cast to the model's dtypes. Codes with scales beside them, of a
+    registered format, are decoded: on each rank, the blocks that its part lies in.
 
     Raises CheckpointError, on all ranks alike and before anything changes, with the names that are missing, too many,
     or of another shape; tied names may be missing where one of them is there.
@@ -162,9 +199,18 @@ def import_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, rena
         files = together_open(stack, paths)
         where = {name: file for file in files for name in file.entries}
         plan = _resolve(values, aliases, where, rename)
-        together(lambda: _check(values, plan, where, set(map(rename, aliases))))
+        entries = {name: file.entries[name] for name, file in where.items()}
+        quantised = together(lambda: _find_quantised(plan.values(), entries))[0]
+        together(lambda: _check(values, plan, entries, set(map(rename, aliases)), quantised))
         for fqn, name in plan.items():
-            _fill(fqn, values[fqn], where[name].tensor(name))
+            codes = where[name].tensor(name)
+            if name not in quantised:
+                _fill(fqn, values[fqn], codes)
+                continue
+            scales = quantised[name].scale_name
+            _fill_decoded(fqn, values[fqn], quantised[name], codes, where[scales].tensor(scales))
+    # What views no parameter, as the values of shards that are stored as codes, arrives only now.
+    model.load_state_dict(with_aliases(model, values), strict=False)
 
 
 def together_open(stack: ExitStack, paths: Sequence[Path]) -> list[TensorFile]:
@@ -203,22 +249,38 @@ def _resolve(
     return plan
 
 
+def _find_quantised(names: Iterable[str], entries: Mapping[str, Entry]) -> dict[str, Quantised]:
+    found = {name: find_quantised(entries[name], entries) for name in names if name in entries}
+    return {name: each for name, each in found.items() if each is not None}
+
+
 def _check(
-    values: Mapping[str, torch.Tensor], plan: Mapping[str, str], where: Mapping[str, TensorFile], tied: set[str]
+    values: Mapping[str, torch.Tensor],
+    plan: Mapping[str, str],
+    entries: Mapping[str, Entry],
+    tied: set[str],
+    quantised: Mapping[str, Quantised],
 ) -> None:
     lines = []
     for fqn, name in plan.items():
         shape = tuple(values[fqn].shape)
-        if name not in where:
+        if name not in entries:
             lines.append(f"{fqn}: no tensor {name} in the files")
-        elif where[name].entries[name].shape != shape:
-            lines.append(f"{fqn}: expected shape {shape}, the file has {where[name].entries[name].shape}")
+        elif entries[name].shape != shape:
+            lines.append(f"{fqn}: expected shape {shape}, the file has {entries[name].shape}")
         elif values[fqn].is_meta:
             lines.append(f"{fqn}: is on the meta device; call to_empty(device=...) first")
-    lines += [f"{name}: in the files, not in the model" for name in where if name not in {*plan.values(), *tied}]
+        elif entries[name].dtype in CODES and name not in quantised and _lacks_scales(values[fqn], entries[name]):
+            lines.append(f"{fqn}: the file has codes, {entries[name].dtype}, but no scales of a registered format")
+    known = {*plan.values(), *tied, *(each.scale_name for each in quantised.values())}
+    lines += [f"{name}: in the files, not in the model" for name in entries if name not in known]
     if lines:
         more = [f"and {len(lines) - MAX_NAMED} more"] if len(lines) > MAX_NAMED else []
         raise CheckpointError("\n".join(["the files do not fit the model:", *lines[:MAX_NAMED], *more]))
+
+
+def _lacks_scales(value: torch.Tensor, entry: Entry) -> bool:
+    return value.is_floating_point() and value.dtype != entry.dtype
 
 
 def _fill(fqn: str, value: torch.Tensor, whole: torch.Tensor) -> None:
@@ -231,6 +293,31 @@ def _fill(fqn: str, value: torch.Tensor, whole: torch.Tensor) -> None:
         local: torch.Tensor = value.__get_tensor_shard__(index)  # type: ignore[no-untyped-call]
         slices = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
         local.detach().copy_(whole[slices])
+
+
+def _fill_decoded(
+    fqn: str, value: torch.Tensor, quantised: Quantised, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Decode the blocks that this rank's boxes lie in, and no others where its part is one run of the tensor."""
+    numel, shape = value.numel(), tuple(value.shape)
+    if not isinstance(value, DTensor):
+        piece, _ = quantised.decode(codes, scales, 0, numel, value.dtype)
+        value.detach().copy_(piece.view(shape))
+        return
+    strides = value.stride()
+    chunks = [chunk for chunk in _chunks(value) if math.prod(chunk.sizes)]
+    if not chunks:
+        return
+    begins = [sum(map(mul, chunk.offsets, strides)) for chunk in chunks]
+    ends = [
+        begin + sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True)) + 1
+        for begin, chunk in zip(begins, chunks, strict=True)
+    ]
+    piece, first = quantised.decode(codes, scales, min(begins), max(ends), value.dtype)
+    for begin, chunk in zip(begins, chunks, strict=True):
+        index = MetadataIndex(fqn, chunk.offsets)
+        local: torch.Tensor = value.__get_tensor_shard__(index)  # type: ignore[no-untyped-call]
+        local.detach().copy_(piece.as_strided(chunk.sizes, strides, begin - first))
 
 
 def _chunks(value: DTensor) -> Iterator[Any]:

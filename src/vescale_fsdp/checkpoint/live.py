@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
-from .contents import aliases_of, fresh_slots, state_of
+from .contents import aliases_of, fresh_slots, state_of, with_aliases
 from .errors import CheckpointError, together
 
 __all__ = ["iterate_tensors", "transfer_state"]
@@ -50,6 +50,8 @@ def transfer_state(
         together(lambda: _check(sources, targets))
         for name, tensor in targets.items():
             _move(sources[name], tensor)
+        # What views no parameter, as the values of shards that are stored as codes, arrives only now.
+        target.load_state_dict(with_aliases(target, wanted["model"]), strict=False)
         if target_optimizer is not None:
             loaded = {"state": wanted["optimizer"]["state"], "param_groups": given["optimizer"]["param_groups"]}
             options = StateDictOptions(strict=False)  # parameters without slots are not missing

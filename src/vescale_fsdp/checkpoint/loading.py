@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read_into
 
-from .contents import check_fit, drop_unsaved_slots, fresh_slots, state_of
+from .contents import check_fit, drop_unsaved_slots, fresh_slots, state_of, with_aliases
 from .errors import CheckpointError, on_rank_0, together
 from .files import check_bytes, check_sizes
 from .manifest import Manifest
@@ -44,13 +44,14 @@ def load(
         together(lambda: check_bytes(path / manifest.data, _my_share(manifest)))
     reader = FileSystemReader(path / manifest.data)
     with fresh_slots(optimizer):
-        state = state_of(model, optimizer)
+        state: dict[str, Any] = {}
+        together(lambda: state.update(state_of(model, optimizer)))
         together(lambda: _fit(state, reader, manifest))
         try:
             read_into(state, storage_reader=reader)
         except CheckpointException as error:
             raise CheckpointError(f"{path}: cannot be read; parameters may have changed. {error}") from error
-        set_model_state_dict(model, _with_aliases(model, state["model"]))
+        set_model_state_dict(model, with_aliases(model, state["model"]))
         if optimizer is not None:
             options = StateDictOptions(strict=False)  # parameters without slots are not missing
             set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
@@ -74,10 +75,3 @@ def _my_share(manifest: Manifest) -> dict[str, Any]:
     """The files that this rank verifies."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return dict(sorted(manifest.files.items())[rank::num_ranks])
-
-
-def _with_aliases(model: nn.Module, values: dict[str, Any]) -> dict[str, Any]:
-    first = {id(param): fqn for fqn, param in model.named_parameters()}
-    params = model.named_parameters(remove_duplicate=False)
-    tied = {fqn: values[first[id(param)]] for fqn, param in params if fqn not in values}
-    return values | tied

@@ -34,6 +34,11 @@ class FileFacts:
     nbytes: int
     crc32: int
 
+    def __post_init__(self) -> None:
+        for name in ("nbytes", "crc32"):
+            if type(getattr(self, name)) is not int:
+                raise CheckpointError(f"{name}: expected a whole number, got {getattr(self, name)!r}")
+
 
 @dataclass(frozen=True)
 class Manifest:

@@ -92,8 +92,8 @@ def to_fsdp2(
 ) -> nn.Module:
     """Turn `model`, which our fully_shard wrapped, into one of torch's; the reverse of `from_fsdp2`.
 
-    `shard_placement_fn` is that of torch's fully_shard. What torch refuses (scalars, several dtypes in one call), and
-    optimizer state that is not cut as its parameter is (AdamW8bit, Shampoo), is refused.
+    `shard_placement_fn` is that of torch's fully_shard. What torch refuses (scalars, several dtypes in one call),
+    tensor-parallel parameters, and optimizer state not cut as its parameter is (AdamW8bit, Shampoo) are refused.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,14 @@ def save(
     """
     path = Path(folder)
     values = dict(extra or {})
+    state: dict[str, Any] = {}
+    together(lambda: state.update(state_of(model, optimizer)))
     data = on_rank_0(lambda: _prepare(path, values))
     writer = CheckedWriter(path / data)
     try:
-        write(state_of(model, optimizer), storage_writer=writer)
+        write(state, storage_writer=writer)
     except CheckpointException as error:
+        on_rank_0(lambda: shutil.rmtree(path / data, ignore_errors=True))
         raise CheckpointError(f"{path}: not saved, what was there is as it was. {error}") from error
     facts = {name: each for part in together(lambda: writer.facts) for name, each in part.items()}
     on_rank_0(lambda: publish(path, Manifest(data, facts, aliases_of(model), values)))

@@ -76,7 +76,7 @@ def show(change: Change) -> None:
     console = Console(soft_wrap=True)
     console.print(_table(change))
     for what, torchs, ours in (
-        ("copied per step and rank", change.copied_nbytes("torch"), change.copied_nbytes("our")),
+        ("copied per step and rank", change.torch_copied_nbytes, change.our_copied_nbytes),
         ("peak without activations", change.peak_nbytes("torch_share"), change.peak_nbytes("our_share")),
     ):
         console.print(f"{what}: {size_text(torchs)} -> {size_text(ours)}", highlight=False)

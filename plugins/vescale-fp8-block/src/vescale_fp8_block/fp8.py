@@ -32,6 +32,13 @@ class Fp8Block:
     element_dtype: torch.dtype
     scale_dtype: torch.dtype
     bits: int = 8
+    scale_suffix: str = "_scale_inv"
+    """Of the scales' name in safetensors files, as DeepSeek-V3's: values are codes times scales."""
+
+    @property
+    def file_dtype(self) -> torch.dtype:
+        """Of the codes in safetensors files."""
+        return self.element_dtype
 
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         largest = torch.finfo(self.element_dtype).max

@@ -25,6 +25,10 @@ class Int8:
     block_shape: tuple[int, ...]
     bits: int = 8
     scale_dtype: torch.dtype = torch.float32
+    scale_suffix: str = "_scale_inv"
+    """Of the scales' name in safetensors files, as block-wise INT8 versions of DeepSeek-V3 name them."""
+    file_dtype: torch.dtype = torch.int8
+    """Of the codes in safetensors files."""
 
     def encode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales = blocks.abs().amax(dim=1, keepdim=True) / _LARGEST
