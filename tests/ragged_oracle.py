@@ -24,22 +24,27 @@ def held(
 
     Those are taken at the rows at which they would be in the first, longest piece of a Shard(0).
     """
-    part, flattened = full, 1
-    rows = full.shape[0] if full.ndim else 1
+    part = longest = full
+    flattened = 1
     order = sorted(range(len(placements)), key=lambda axis: isinstance(placements[axis], StridedRaggedShard))
     for axis in order:
         placement, size, index = placements[axis], mesh[axis], coordinate[axis]
         if isinstance(placement, RaggedShard):
-            num_dims = len(placement.dims) - flattened + 1
-            whole = rows * math.prod(part.shape[1:num_dims]) if isinstance(placement, StridedRaggedShard) else None
-            part = _rows(part, num_dims, tuple(placement.local_units), index, whole)
+            num_dims, units = len(placement.dims) - flattened + 1, tuple(placement.local_units)
+            shared = longest if isinstance(placement, StridedRaggedShard) else part
+            whole = math.prod(shared.shape[:num_dims])
+            part, longest = _rows(part, num_dims, units, index, whole), _rows(longest, num_dims, units, index)
             flattened = len(placement.dims)
         elif isinstance(placement, Shard):
             dim = placement.dim - flattened + 1
-            chunks = torch.chunk(part, size, dim)
-            part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
-            rows = len(chunks[0]) if placement.dim == 0 else rows
+            part = _chunk(part, size, dim, index)
+            longest = _chunk(longest, size, dim, index if placement.dim else 0)
     return part.contiguous()
+
+
+def _chunk(part: torch.Tensor, size: int, dim: int, index: int) -> torch.Tensor:
+    chunks = torch.chunk(part, size, dim)
+    return chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
 
 
 def _rows(
