@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ragged_dtensor import _torch
-from ragged_dtensor._torch import CachedLocal, OutputSharding, seams
+from ragged_dtensor._torch import OutputSharding, seams
 
 # These two look at the shape or at the local memory alone and are right for any placement.
 SAFE_HANDLERS = {torch.ops.aten.is_same_size.default, torch.ops.aten.is_pinned.default}
+
+
+@dataclass(kw_only=True)
+class CachedLocal(OutputSharding):
+    """A sharding that torch caches, of which `compute` instead of the op makes the local results.
+
+    Torch asks Python for the local results of a sharding that needs a redistribution, which this one pretends. `world`
+    leads to the default process group for which `compute`, which may hold a mesh, was made.
+    """
+
+    compute: Callable[..., Any]
+    world: Callable[[], object]
 
 
 def install() -> None:
@@ -44,8 +58,10 @@ def _local_results(stock: Callable[..., Any]) -> Callable[..., Any]:
         found = op_info.output_sharding
         if not isinstance(found, CachedLocal) or op_info.compute_mesh.get_coordinate() is None:
             return stock(op, args, op_info)
-        assert found.compute is not None
         local, kwargs = _torch.local_arguments(op_info)
+        if found.world() is not dist.group.WORLD:
+            # Meshes of equal ranks compare equal across process groups, so that torch finds the answer of an old one.
+            found = seams.answer(op, args, kwargs, _torch.info_of(op, args, kwargs))
         return found.compute(*local, **kwargs)
 
     return local_results

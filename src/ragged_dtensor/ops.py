@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ragged_dtensor import _torch
-from ragged_dtensor._torch import CachedLocal, OutputSharding
+from ragged_dtensor._torch import OutputSharding
 from ragged_dtensor.along_dim import ALONG_ONE_DIM, along_dim
 from ragged_dtensor.elementwise import (
     SAME_LAYOUT,
@@ -21,6 +21,7 @@ from ragged_dtensor.elementwise import (
 )
 from ragged_dtensor.new_tensor import NEW_TENSOR, new_tensor
 from ragged_dtensor.op_call import Answer, Local, OpCall, is_participating, refusal
+from ragged_dtensor.op_seams import CachedLocal
 from ragged_dtensor.random import RANDOM, random
 from ragged_dtensor.reductions import FOREACH_REDUCTIONS, REDUCTIONS, reduced, reduced_lists
 from ragged_dtensor.views import RESHAPES, UNCHANGED, expanded, reshaped, unchanged
@@ -101,7 +102,11 @@ class Answers:
         world = dist.group.WORLD
         if world is not self._world():
             self._found.clear()
-            self._world = weakref.ref(world) if world is not None else lambda: None
+            self._world = reference_to(world)
+
+
+def reference_to(world: object) -> Callable[[], object]:
+    return weakref.ref(world) if world is not None else lambda: None
 
 
 _answers = Answers()
@@ -136,7 +141,9 @@ REPEATABLE: tuple[Rule, ...] = (along_dim, elementwise, reduced, reduced_lists)
 
 
 def _cached(call: OpCall, found: Local) -> CachedLocal:
-    return CachedLocal(found.spec, call.schema, needs_redistribute=True, compute=found.compute)
+    return CachedLocal(
+        found.spec, call.schema, needs_redistribute=True, compute=found.compute, world=reference_to(dist.group.WORLD)
+    )
 
 
 def _run_local(call: OpCall, found: Local) -> Any:

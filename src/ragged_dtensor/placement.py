@@ -101,8 +101,8 @@ class StridedRaggedShard(RaggedShard):
 
     Tensor parallelism cuts first, yet its axis stands after the FSDP axis. `split_factor` is the number of pieces that
     exist before this cut: the product of the sizes of the later axes with `Shard(0)`. On a (2, 2) mesh,
-    `(StridedRaggedShard((0,), (1, 3), 2), Shard(0))` of 8 rows gives the ranks rows 0 | 4 | 1-3 | 5-7. The units share the
-    longest piece, and shorter ones are cut at the same rows: 7 rows are 4 and 3, and give 0 | 4 | 1-3 | 5-6.
+    `(StridedRaggedShard((0,), (1, 3), 2), Shard(0))` of 8 rows gives the ranks rows 0 | 4 | 1-3 | 5-7. Units share
+    the longest piece, and shorter ones are cut at the same rows: 7 rows are 4 and 3, and give 0 | 4 | 1-3 | 5-6.
     """
 
     split_factor: int

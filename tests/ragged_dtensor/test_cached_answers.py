@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from ranks import ranks
+from ranks import RankPool, ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ragged_dtensor import RaggedShard, RaggedShardError, distribute_tensor
 
@@ -83,3 +83,23 @@ def test_shuffled_calls_give_the_unsharded_results() -> None:
             torch.testing.assert_close(result.full_tensor(), expected[index], equal_nan=True)
             num_right += 1
     assert num_right > 4 * len(calls)
+
+
+def reductions_over_a_grid() -> None:
+    mesh, full = init_device_mesh("cpu", (2, 2)), torch.randn(12, 6)
+    for placements in ([RaggedShard((0,), (1, 3)), Shard(1)], [Replicate(), RaggedShard((0,), (1, 2))]):
+        x = distribute_tensor(full, mesh, placements)
+        assert math.isclose(x.sum().item(), full.sum().item(), rel_tol=1e-4, abs_tol=1e-4)
+        assert math.isclose(x.norm().item(), full.norm().item(), rel_tol=1e-4)
+        assert math.isclose(torch._foreach_norm([x])[0].item(), full.norm().item(), rel_tol=1e-4)
+
+
+def reductions_after_other_groups() -> None:
+    dist.new_subgroups(1)  # so that the mesh's groups have other names than in the run before
+    dist.new_group([0, 1])
+    reductions_over_a_grid()
+
+
+def test_answers_do_not_outlive_their_process_groups(rank_pool: RankPool) -> None:
+    for run in ("reductions_over_a_grid", "reductions_after_other_groups", "reductions_over_a_grid"):
+        rank_pool.run(4, __file__, run, {})
