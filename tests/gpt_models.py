@@ -22,7 +22,7 @@ class Shape:
 
 SHAPES = {
     "many_layers": Shape(12, 32, 4, 128, 64),
-    "wide": Shape(2, 80, 10, 320, 448),
+    "wide": Shape(2, 96, 6, 384, 448),
     "five_experts": Shape(2, 32, 4, 64, 128, experts=5),
     "six_experts": Shape(2, 32, 4, 64, 128, experts=6),
     "one_expert": Shape(2, 32, 4, 64, 128, experts=1),

@@ -321,6 +321,13 @@ class ParamGroup:
             f"{self.mesh.num_ranks} ranks. If only some ranks use this module, see set_reduce_scatter_unused_params."
         )
 
+    @property
+    def unreduced(self) -> list[str]:
+        """Parameters with a gradient from a backward that the group did not see."""
+        if not self.reduction.is_on:
+            return []
+        return [fqn for fqn, param in zip(self.fqns, self._unsharded, strict=False) if param.grad is not None]
+
     def finish_backward(self) -> None:
         """The iteration is over."""
         self.drop_gather()

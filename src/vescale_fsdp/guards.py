@@ -28,6 +28,9 @@ class Gathered(Protocol):
     is_unsharded: bool
     shards: Any
 
+    @property
+    def unreduced(self) -> list[str]: ...
+
     def to_sharded(self) -> None: ...
 
 
@@ -39,6 +42,7 @@ def watch_optimizers(groups: Iterable[Gathered]) -> None:
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _refuse_unreduced(optimizer)
     _free_outdated(optimizer)
     if _checked.get(optimizer) == _settings(optimizer):
         return
@@ -65,12 +69,25 @@ def _free_outdated(optimizer: torch.optim.Optimizer) -> None:
 
     In FSDP2, the next forward runs with those.
     """
-    if not (gathered := [group for group in _groups if group.is_unsharded]):
-        return
+    for group in _stepped(optimizer, [group for group in _groups if group.is_unsharded]):
+        group.to_sharded()
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer) -> None:
+    """Nobody saw the backward of a forward that returned no tensor: its gradients stay on the gathered parameters."""
+    for group in _stepped(optimizer, [group for group in _groups if group.unreduced]):
+        raise VescaleError(
+            f"gradients of {group.unreduced} were not reduced, and this step would train without them: they come from "
+            f"a tensor that no wrapped module returned. Return from forward what the loss is made of."
+        )
+
+
+def _stepped(optimizer: torch.optim.Optimizer, groups: list[Gathered]) -> list[Gathered]:
+    """Those of `groups` that the optimizer changes; usually there are none to look at."""
+    if not groups:
+        return []
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    for group in gathered:
-        if any(id(param) in stepped for param in group.shards.params):
-            group.to_sharded()
+    return [group for group in groups if any(id(param) in stepped for param in group.shards.params)]
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:

@@ -103,3 +103,35 @@ def test_cuts_lie_between_rows_where_that_costs_nothing() -> None:
         assert isinstance(placement, RaggedShard)
         assert isinstance(param, DTensor)
         assert param.to_local().ndim == param.ndim
+
+
+@ranks(2)
+def test_a_compiled_root_breaks_at_wrapped_modules_and_trains_like_the_reference() -> None:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    reference = Tower()
+    model = copy.deepcopy(reference)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(2):
+        compiled(batch(step, 2, dist.get_rank())).square().mean().backward()
+        reference(batch(step, 2)).square().mean().backward()
+    assert_same_grads(model, reference)
+
+
+@ranks(2)
+def test_one_graph_of_a_whole_model_is_refused_where_the_runtime_gathers() -> None:
+    """Compile blocks with fullgraph=True; a root's graph would have to hold collectives and frees."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    model = Tower()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?i)disable"):
+        compiled(batch(0, 2))

@@ -136,3 +136,12 @@ def test_a_subclass_with_unequal_and_empty_shards_equals_the_reference(hidden: i
         mine = found[name.replace("parametrizations.", "").replace(".original", "")]
         torch.testing.assert_close(mine.grad.full_tensor().float(), param.grad, rtol=0.03, atol=1e-3)
     assert traffic(model).gathered_bytes > 0
+
+
+@ranks(4)
+def test_a_number_of_ranks_after_forward_is_refused_for_subclasses_when_wrapping() -> None:
+    """FSDP2 raises a NotImplementedError without text, in backward."""
+    model = with_half_gathered(Tower())
+    with pytest.raises(NotImplementedError, match=r"'up.weight', 'down.weight'.*keep no shard over 2 ranks.*True or"):
+        fully_shard(model.blocks[0], reshard_after_forward=2)
+    assert not hasattr(model.blocks[0], "unshard")
