@@ -1,0 +1,263 @@
+"""A training step of each engine, in turns in the same processes: medians, quartiles, ratios to FSDP2, and predictions.
+
+    python benchmarks/step.py --quick                      b, c6, c3: under 8 minutes on a quiet machine of two cores
+    python benchmarks/step.py --json step.json             every case
+    python benchmarks/step.py --machine here.json          and this machine's rates, for `vescale-fsdp simulate`
+
+Wall times mean something only as ratios within a run; quartiles on both sides of 1 are a tie. The last column is what
+docs/simulate.md's model predicts from rates measured in the same run, over what was measured. `--python` measures the
+Python cost of many small tensors instead, in one process, on a group whose collectives do nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from engine_models import ENGINES, SIZES, Policy, build, text
+from torch.distributed.device_mesh import init_device_mesh
+
+from vescale_fsdp.shapes import from_module
+from vescale_fsdp.simulate import FSDP2, OURS, Link, Machine, Workload, time_of
+
+# case: ranks, model, policy
+CASES: dict[str, tuple[int, str, Policy]] = {
+    "b fp32": (2, "b", Policy()),
+    "b fp32, not resharded": (2, "b", Policy(reshards=False)),
+    "b bf16, reduced in bf16": (2, "b", Policy("bf16r")),
+    "c6 fp32": (4, "c6", Policy()),
+    "c3 fp32": (4, "c3", Policy()),
+    "a fp32": (2, "a", Policy()),
+    "d bf16": (2, "d", Policy("bf16")),
+}
+QUICK = ("b fp32", "b fp32, not resharded", "b bf16, reduced in bf16", "c6 fp32", "c3 fp32")
+SIMULATED = {"ours, flat": OURS, "fsdp2": FSDP2}
+PHASES = ("forward", "backward", "optimizer")
+MIB = 2**20
+
+Times = dict[str, list[list[float]]]
+"""Seconds of each phase, for each round, by engine."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the cases with a bar on a step's time")
+    parser.add_argument("--case", action="append", choices=list(CASES), help="only this case; repeat it")
+    parser.add_argument("--engine", action="append", choices=list(ENGINES), help="only this engine; repeat it")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--json", type=Path, help="write every time to this file")
+    parser.add_argument("--machine", type=Path, help="write this machine's rates to this file")
+    parser.add_argument("--python", action="store_true", help="the Python cost of a step instead")
+    options = parser.parse_args()
+    # glibc keeps what is freed, as a caching allocator does: first touches would hide everything else.
+    os.environ.update(MALLOC_ARENA_MAX="1", MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(64 << 30))
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    if options.python:
+        return mp.spawn(_python_cost, args=(options.rounds,), nprocs=1)
+    names = options.case or (list(QUICK) if options.quick else list(CASES))
+    engines = [name for name in ENGINES if not options.engine or name in (*options.engine, "fsdp2", "plain")]
+    report: dict[str, Any] = {}
+    links: dict[int, Link] = {}
+    for name in names:
+        num_ranks, model, policy = CASES[name]
+        found = _in_ranks(num_ranks, model, policy, engines, options.rounds)
+        links[num_ranks] = Link(**found["link"])
+        machine = _machine(found, tuple(links.values()))
+        report[name] = {"ranks": num_ranks, "times": found["times"], **_print(name, found, machine)}
+    if options.machine:
+        options.machine.write_text(machine.to_json())
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+
+
+def _in_ranks(num_ranks: int, model: str, policy: Policy, engines: list[str], rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(num_ranks, folder, model, policy, engines, rounds), nprocs=num_ranks)
+        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+    return {**found, "model": model, "policy": policy, "ranks": num_ranks}
+
+
+def _rank(rank: int, num_ranks: int, folder: str, model: str, policy: Policy, engines: list[str], rounds: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    link, copies = _link(num_ranks), _copy_bandwidth()
+    wrapped = {}
+    for name in engines:
+        wrapped[name] = ENGINES[name](build(SIZES[model]), mesh, policy)
+    for number in range(3):
+        for each in wrapped.values():
+            _step(*each, model, number, rank)
+    gc.collect()
+    gc.disable()
+    times: Times = {name: [] for name in engines}
+    for number in range(rounds):
+        shift = number % len(engines)
+        for name in engines[shift:] + engines[:shift]:
+            dist.barrier()
+            times[name].append(_step(*wrapped[name], model, 3 + number, rank))
+    everyone: list[Times] = [{} for _ in range(num_ranks)]
+    dist.all_gather_object(everyone, times)
+    if rank == 0:
+        slowest = {name: _slowest([each[name] for each in everyone]) for name in engines}
+        found = {"times": slowest, "link": link, "copy_bandwidth": copies}
+        (Path(folder) / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _step(module: Any, optimizer: Any, model: str, number: int, rank: int) -> list[float]:
+    batch = text(SIZES[model], number, rank)
+    start = time.perf_counter()
+    loss = module(batch)
+    forward = time.perf_counter()
+    loss.backward()
+    backward = time.perf_counter()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [forward - start, backward - forward, time.perf_counter() - backward]
+
+
+def _slowest(ranks: list[list[list[float]]]) -> list[list[float]]:
+    """The phases of the rank whose step took longest, for each round."""
+    return [max(phases, key=sum) for phases in zip(*ranks, strict=True)]
+
+
+def _link(num_ranks: int) -> dict[str, float]:
+    """Latency and bus bandwidths of both collectives, from a small and a large one."""
+    seconds: dict[str, list[float]] = {"gather": [], "reduce": []}
+    sizes = (MIB // 4, 64 * MIB)
+    for nbytes in sizes:
+        whole, part = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4 // num_ranks)
+        seconds["gather"].append(_median(lambda w=whole, p=part: dist.all_gather_into_tensor(w, p)))
+        seconds["reduce"].append(_median(lambda w=whole, p=part: dist.reduce_scatter_tensor(p, w)))
+    share = (num_ranks - 1) / num_ranks
+    slope = {kind: (large - small) / (sizes[1] - sizes[0]) for kind, (small, large) in seconds.items()}
+    latency = max(seconds["gather"][0] - slope["gather"] * sizes[0], 0.0)
+    return {
+        "ranks": num_ranks,
+        "latency_s": latency / max(num_ranks.bit_length() - 1, 1),
+        "gather_bandwidth": share / slope["gather"],
+        "reduce_bandwidth": share / slope["reduce"],
+    }
+
+
+def _copy_bandwidth() -> float:
+    source, target = torch.zeros(16 * MIB), torch.zeros(16 * MIB)
+    return 2 * 64 * MIB / _median(lambda: target.copy_(source))
+
+
+def _median(run: Callable[[], object], times: int = 9) -> float:
+    found = []
+    for _ in range(times + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[2:])
+
+
+def _machine(found: dict[str, Any], links: tuple[Link, ...]) -> Machine:
+    """This machine's rates; computation is the plain model's, so that only its ratio to the rest is a prediction."""
+    workload = _workload(found)
+    forward, backward, optimizer = (statistics.median(each) for each in zip(*found["times"]["plain"], strict=True))
+    flops = workload.model_flops / (forward + backward)
+    updates = workload.shapes.numel / optimizer
+    return Machine("this machine", flops, flops, found["copy_bandwidth"], updates, 2**34, links, overlaps=False)
+
+
+def _workload(found: dict[str, Any]) -> Workload:
+    size, policy = SIZES[found["model"]], found["policy"]
+    dtype = "float32" if policy.precision == "fp32" else "bfloat16"
+    reduce = str(policy.reduce_dtype).removeprefix("torch.")
+    shapes = from_module(build(size, "meta"), model=found["model"])
+    return Workload(shapes, size.length, compute_dtype=dtype, reduce_dtype=reduce, checkpointed=False)
+
+
+def _print(name: str, found: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    times = {engine: [sum(phases) for phases in rounds] for engine, rounds in found["times"].items()}
+    print(f"\n{name}, {found['ranks']} ranks: milliseconds", flush=True)
+    print(_cells("engine", "step", "quartiles", "/ fsdp2", "quartiles", *PHASES, "predicted"))
+    rows = {}
+    for engine, own in times.items():
+        ratios = [mine / theirs for mine, theirs in zip(own, times["fsdp2"], strict=True)]
+        phases = [statistics.median(each) for each in zip(*found["times"][engine], strict=True)]
+        row: dict[str, Any] = {"step_s": _quartiles(own), "ratio": _quartiles(ratios)}
+        row["phases_s"] = dict(zip(PHASES, phases, strict=True))
+        row["predicted"] = _predicted(engine, found, machine, row["step_s"][1])
+        rows[engine] = row
+        print(_line(engine, row), flush=True)
+    return {"engines": rows}
+
+
+def _line(engine: str, row: dict[str, Any]) -> str:
+    low, middle, high = (1e3 * value for value in row["step_s"])
+    first, ratio, last = row["ratio"]
+    phases = [f"{1e3 * value:.1f}" for value in row["phases_s"].values()]
+    step, ratios = (f"{middle:.1f}", f"{low:.1f}-{high:.1f}"), (f"{ratio:.3f}", f"{first:.2f}-{last:.2f}")
+    return _cells(engine, *step, *ratios, *phases, f"{row['predicted']:.2f}" if row["predicted"] else "")
+
+
+def _cells(engine: str, *cells: str) -> str:
+    return f"{engine:<12}" + "".join(f"{cell:>14}" for cell in cells)
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+
+
+def _predicted(engine: str, found: dict[str, Any], machine: Machine, measured: float) -> float | None:
+    """The model's step over the measured one."""
+    if engine not in SIMULATED or not found["policy"].reshards:
+        return None
+    workload, num_ranks = _workload(found), found["ranks"]
+    costs = SIMULATED[engine].costs(workload, num_ranks)
+    return time_of(SIMULATED[engine], workload, machine, costs, num_ranks).total / measured
+
+
+def _python_cost(rank: int, rounds: int) -> None:
+    """Process time of model a above the plain model's, on rank 0 of 8; gathers and reductions do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    mesh = init_device_mesh("cpu", (8,))
+    engines = ("fsdp2", "ours", "ours, flat", "plain")
+    wrapped = {name: ENGINES[name](build(SIZES["a"]), mesh, Policy()) for name in engines}
+    cost: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+    for number in range(rounds + 3):
+        for name in engines:
+            module, optimizer = wrapped[name]
+            begin = time.process_time()
+            module(text(SIZES["a"], number, 0)).backward()
+            middle = time.process_time()
+            optimizer.step()
+            cost[name].append((middle - begin, time.process_time() - middle))
+            optimizer.zero_grad()
+    both = {name: [statistics.median(each) for each in zip(*own[3:], strict=True)] for name, own in cost.items()}
+    print("model a, rank 0 of 8, milliseconds of CPU: forward and backward above plain (/ fsdp2), optimizer (/ fsdp2)")
+    for name in engines[:-1]:
+        above, base = both[name][0] - both["plain"][0], both["fsdp2"][0] - both["plain"][0]
+        step, reference = both[name][1], both["fsdp2"][1]
+        print(f"{name:<12}{1e3 * above:>9.2f} ({above / base:.2f}){1e3 * step:>9.2f} ({step / reference:.2f})")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
