@@ -40,7 +40,6 @@ from ragged_dtensor.errors import UnsupportedTorchError
 from ragged_dtensor.seams import seams
 
 __all__ = [
-    "CachedLocal",
     "DTensorSpec",
     "OpOverloadPacket",
     "OpSchema",
@@ -210,16 +209,6 @@ def replace_distribute_tensor(lead: Callable[..., Any], **names: Any) -> None:
 
 
 # --- ops
-
-
-@dataclass
-class CachedLocal(OutputSharding):
-    """A sharding that torch caches, of which `compute` instead of the op makes the local results.
-
-    Torch asks Python for the local results of a sharding that needs a redistribution, which this one pretends.
-    """
-
-    compute: Callable[..., Any] | None = None
 
 
 def specs_of(schema: Any) -> list[DTensorSpec]:
@@ -420,12 +409,23 @@ def check_partials(*placements: Sequence[Placement]) -> None:
         _utils.assert_no_mixed_partial_types(each)
 
 
+def has_strided_shard(placements: Sequence[Placement]) -> bool:
+    """Whether torch's own strided shard is among them."""
+    return any(isinstance(placement, _StridedShard) for placement in placements)
+
+
 def has_torch_order(spec: DTensorSpec) -> bool:
     """Whether shards are nested in an order that only torch's own code reads: strided shards, custom shard orders."""
-    if any(isinstance(placement, _StridedShard) for placement in spec.placements):
+    if has_strided_shard(spec.placements):
         return True
     order = getattr(spec, "shard_order", None)
     return order is not None and order != DTensorSpec.compute_default_shard_order(spec.placements)
+
+
+def local_shape(spec: DTensorSpec) -> tuple[int, ...]:
+    """Of this rank, under placements of torch's own."""
+    shape, _ = _utils.compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    return tuple(shape)
 
 
 def with_stride_order(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

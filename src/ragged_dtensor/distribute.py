@@ -17,7 +17,7 @@ from ragged_dtensor.errors import LayoutError, RaggedShardError
 from ragged_dtensor.layout import Shape
 from ragged_dtensor.ownership import Placements, application_order, coordinate_of
 from ragged_dtensor.placement import RaggedShard
-from ragged_dtensor.redistribute import check_local_shape, place_replica
+from ragged_dtensor.redistribute import check_local_shape, check_parts, place_replica
 from ragged_dtensor.transition import Step
 
 
@@ -46,6 +46,8 @@ def distribute_ragged(
     _check_source(tensor, mesh, placed)
     if isinstance(tensor, DTensor):
         return tensor
+    if _torch.has_strided_shard(placed):
+        return _beside_strided_shards(tensor, mesh, placed, src_data_rank)
     if tensor.device.type != mesh.device_type and not tensor.is_meta:
         tensor = tensor.to(mesh.device_type)
     meta = TensorMeta(tensor.size(), tensor.stride(), tensor.dtype)
@@ -60,6 +62,20 @@ def distribute_ragged(
             step = Step(axis, before, tuple(done))
             local = place_replica(local, tuple(tensor.shape), step, mesh, src_data_rank)
     return _torch.new_dtensor(local.requires_grad_(tensor.requires_grad), spec, requires_grad=tensor.requires_grad)
+
+
+def _beside_strided_shards(
+    tensor: torch.Tensor, mesh: DeviceMesh, placements: Placements, src_data_rank: int | None
+) -> DTensor:
+    """What torch's own placements leave, then the ragged cuts inside it."""
+    meta = TensorMeta(tensor.size(), tensor.stride(), tensor.dtype)
+    check_parts(DTensorSpec(mesh, placements, tensor_meta=meta))
+    outer = [Replicate() if isinstance(p, RaggedShard) else p for p in placements]
+    with torch.no_grad():
+        parts = torch_distribute(tensor.detach(), mesh, outer, src_data_rank=src_data_rank)
+        cut = parts.redistribute(mesh, placements)
+    cut.requires_grad_(tensor.requires_grad)
+    return cut
 
 
 def _normalized(placements: Sequence[Placement], ndim: int) -> Placements:

@@ -11,7 +11,9 @@ Shards of equal size use the equal-size collectives; a source with one owner bro
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -73,15 +75,53 @@ def _other_local_shape(
 
 
 def _through_replicate(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
-    """Torch's strided shards and shard orders are read and written by torch alone."""
-    for spec in (current, target):
-        if _torch.has_torch_order(spec) and any(map(_torch.seams.is_ragged, spec.placements)):
-            raise LayoutError(
-                f"{spec.placements}: a ragged placement cannot stand beside torch's strided shards or a shard order of "
-                "its own. Write StridedRaggedShard with a later Shard(0)."
-            )
+    """Torch's strided shards and shard orders are read and written by torch alone.
+
+    A ragged placement beside them cuts inside the part that they leave on a rank: it goes first and comes last.
+    """
     middle = DTensorSpec(current.mesh, (Replicate(),) * current.mesh.ndim, tensor_meta=current.tensor_meta)
-    return _torch.redistribute(_torch.redistribute(local, current, middle), middle, target)
+    before, after = _Nested.of(current), _Nested.of(target)
+    if before is not None:
+        local, current = redistribute_local(local, before.cut, before.whole), before.outer
+    local = _torch.redistribute(local, current, middle)
+    if after is None:
+        return _torch.redistribute(local, middle, target)
+    return redistribute_local(_torch.redistribute(local, middle, after.outer), after.whole, after.cut)
+
+
+def check_parts(spec: DTensorSpec) -> None:
+    """Raise LayoutError if a ragged placement would cut inside parts of unequal size that torch's own leave."""
+    _Nested.of(spec)
+
+
+@dataclass(frozen=True)
+class _Nested:
+    """A ragged cut inside the part that torch's own placements leave: `outer` gives the part, `cut` the share of it."""
+
+    outer: DTensorSpec
+    cut: DTensorSpec
+    whole: DTensorSpec
+
+    @classmethod
+    def of(cls, spec: DTensorSpec) -> _Nested | None:
+        """None where torch's order and ragged placements do not meet. Raises LayoutError for parts of unequal size."""
+        is_ragged = _torch.seams.is_ragged
+        if not _torch.has_torch_order(spec) or not any(map(is_ragged, spec.placements)):
+            return None
+        mesh, meta = spec.mesh, spec.tensor_meta
+        outer = DTensorSpec(mesh, tuple(Replicate() if is_ragged(p) else p for p in spec.placements), tensor_meta=meta)
+        shape = _torch.local_shape(outer)
+        parts = math.prod(size for size, p in zip(mesh.shape, outer.placements, strict=True) if not p.is_replicate())
+        if math.prod(shape) * parts != math.prod(spec.shape):
+            raise LayoutError(
+                f"{spec.placements} leave parts of unequal size of {tuple(spec.shape)} on {mesh}, inside which no "
+                "ragged placement can cut. Redistribute to Shard, which StridedRaggedShard cuts inside, first."
+            )
+        inner = tuple(p if is_ragged(p) else Replicate() for p in spec.placements)
+        assert meta is not None
+        part = _torch.TensorMeta(torch.Size(shape), _torch.contiguous_stride(shape), meta.dtype)
+        replicas = (Replicate(),) * mesh.ndim
+        return cls(outer, *(DTensorSpec(mesh, each, tensor_meta=part) for each in (inner, replicas)))
 
 
 def place_replica(local: torch.Tensor, shape: Shape, step: Step, mesh: DeviceMesh, source: int | None) -> torch.Tensor:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState  # 2.6: what torch attaches to a module
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # 2.5: what a DTensor is made from
+from torch.distributed.tensor.placement_types import _StridedShard  # 2.5: has no public name
 from torch.utils._python_dispatch import TorchDispatchMode  # 1.13: sees each operation; the demo's meter counts with it
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "in_backward",
     "in_fake_mode",
     "is_replicated_by_torch",
+    "is_strided_shard",
     "is_torchs_comm",
     "local_of",
     "on_gradient",
@@ -123,6 +125,11 @@ def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> No
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around `local` itself: no autograd, no check, no communication (a tenth of `from_local`'s time)."""
     return cast(DTensor, cast(Any, DTensor)(local, spec, requires_grad=False))
+
+
+def is_strided_shard(placement: Placement) -> bool:
+    """Whether it is torch's own shard of every so-maniest block (2.5; `Shard` over several axes, or fused weights)."""
+    return isinstance(placement, _StridedShard)
 
 
 def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

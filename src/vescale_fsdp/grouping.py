@@ -25,7 +25,7 @@ from .errors import VescaleError
 from .extensions import is_extension
 from .home import Home
 from .managed import ManagedParam
-from .mesh import DataMesh
+from .mesh import DataMesh, NamedAxes
 from .plan import GroupPlan
 from .planner import plan_group
 from .plugins import granularity_of, registry
@@ -110,7 +110,8 @@ def _mesh_of(managed: ManagedParam, placed: Any, mesh: DataMesh, meshes: dict[ob
         mesh.replicate_axis,
     ):
         return mesh
-    own = DataMesh(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
+    named = NamedAxes(info.spmd_mesh, info.dp_mesh_dims) if getattr(info, "dp_mesh_dims", None) is not None else None
+    own = DataMesh(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim, named)
     if isinstance(managed.param, DTensor) and own.global_ranks < mesh.global_ranks:
         # The other data ranks hold other experts, and sent their tokens here: gradients sum what all of them saw.
         own = replace(own, num_contributions=len(mesh.global_ranks))

@@ -62,20 +62,23 @@ class Home:
     @property
     def is_uneven(self) -> bool:
         """Whether some rank of the other parallelism holds less than another."""
-        return self._full_numel != math.prod(self.largest) * math.prod(self._num_shards)
+        return not self._parts_are_equal(first_dim=0)
 
     @property
     def stride(self) -> int:
         """Elements that no cut may fall inside, so that the same cut fits every rank of the other parallelism.
 
-        One step along the dim that `Shard(d)`, d > 0, left on this rank; everything where it left unequal parts.
+        One step along the dim that `Shard(d)`, d > 0, left on this rank; everything where it left unequal parts. Those
+        of a later `Shard(0)` are cut at the same rows, as StridedRaggedShard says.
         """
-        parts = self.largest if self.is_uneven else self.largest[self._max_flat :]
-        return max(math.prod(parts), 1)
+        fits_all = not self.is_uneven or (self._later_pieces and self._parts_are_equal(first_dim=1))
+        return max(math.prod(self.largest[self._max_flat :] if fits_all else self.largest), 1)
 
     def ragged(self, layout: Layout, index: int) -> RaggedShard:
         """The placement of tensor `index`, the same on every rank."""
         shard = ragged_shard(layout, index, self.largest, self._max_flat)
+        if self._is_opaque:
+            return shard
         pieces = self._later_pieces
         if not pieces:
             return shard
@@ -87,7 +90,7 @@ class Home:
 
     def local_shape(self, shard: RaggedShard, numel: int) -> tuple[int, ...]:
         """Of this rank's shard, which has `numel` elements."""
-        if self.given is None:
+        if self.given is None or self._is_opaque:
             return local_shape(shard, self.shape, numel)
         if self.axis is None:
             return tuple(self.shape)
@@ -124,19 +127,26 @@ class Home:
             grad = grad.redistribute(placements=wanted)
         return _torch.finished(_torch.local_of(grad))
 
-    @property
-    def _full_numel(self) -> int:
-        return math.prod(self.shape if self.given is None else self.given.shape)
-
-    @property
-    def _num_shards(self) -> list[int]:
-        return [self.mesh.size(axis) for axis, each in enumerate(self.around) if isinstance(each, Shard)]
+    def _parts_are_equal(self, *, first_dim: int) -> bool:
+        """Whether all ranks of the other parallelism hold the same sizes along the dims from `first_dim` on."""
+        if self.given is None or self._is_opaque:
+            return True
+        shards = [axis for axis, each in enumerate(self.around) if isinstance(each, Shard) and each.dim >= first_dim]
+        num_parts = math.prod(self.mesh.size(axis) for axis in shards)
+        return math.prod(self.given.shape[first_dim:]) == num_parts * math.prod(self.largest[first_dim:])
 
     @property
     def _max_flat(self) -> int:
         """How many leading dims a cut may flatten: it stays off those that another axis cuts, but for the first."""
+        if self._is_opaque:
+            return len(self.largest)
         dims = [each.dim for each in self.around if isinstance(each, Shard) and each.dim > 0]
         return min(dims, default=len(self.largest))
+
+    @property
+    def _is_opaque(self) -> bool:
+        """Whether torch alone knows which part the rank has, in equal parts; the ragged cut is then taken inside it."""
+        return any(map(_torch.is_strided_shard, self.around))
 
     @property
     def _later_pieces(self) -> list[int]:
@@ -159,7 +169,8 @@ def _beside_other_axes(fqn: str, param: DTensor, data: DataMesh) -> Home:
             f'fully_shard, mesh["tp"] for the parameter.'
         ) from error
     around = (*(Replicate() for _ in range(data.mesh.ndim)), *given.placements)
-    return Home(mesh, around, data.shard_axis, _torch.local_of(param).shape, _largest(given), given)
+    local = _torch.local_of(param)
+    return Home(mesh, around, data.shard_axis, local.shape, _largest(fqn, given, local), given)
 
 
 def _on_named_axes(fqn: str, param: torch.Tensor, data: DataMesh) -> Home:
@@ -184,14 +195,15 @@ def _on_named_axes(fqn: str, param: torch.Tensor, data: DataMesh) -> Home:
     found, around, axis_of_shards = mesh, given.placements, shards[0] if shards else None
     if len(shards) > 1:
         found, around, axis_of_shards = data.spmd.flattened(data, given.placements)
-    shape = _torch.local_of(param).shape
-    return Home(found, around, axis_of_shards, shape, _largest(given), given, frozenset((*shards, *replicas)))
+    local = _torch.local_of(param)
+    largest = _largest(fqn, given, local)
+    return Home(found, around, axis_of_shards, local.shape, largest, given, frozenset((*shards, *replicas)))
 
 
 def _checked(fqn: str, param: DTensor) -> _torch.DTensorSpec:
     given = _torch.spec_of(param)
     for placement in given.placements:
-        if type(placement) not in (Shard, Replicate):
+        if type(placement) not in (Shard, Replicate) and not _torch.is_strided_shard(placement):
             raise NotImplementedError(
                 f"{fqn}: is placed as {given.placements} on {given.mesh}; fully_shard composes with Shard and "
                 f"Replicate alone. Redistribute it before."
@@ -204,10 +216,23 @@ def _checked(fqn: str, param: DTensor) -> _torch.DTensorSpec:
     return given
 
 
-def _largest(given: _torch.DTensorSpec) -> tuple[int, ...]:
+def _largest(fqn: str, given: _torch.DTensorSpec, local: torch.Tensor) -> tuple[int, ...]:
     """torch.chunk gives the first rank most."""
+    if any(map(_torch.is_strided_shard, given.placements)):
+        return _equal_part(fqn, given, local)
     first = (0,) * given.mesh.ndim
     return piece_of(tuple(given.shape), given.placements, tuple(given.mesh.shape), first).sizes
+
+
+def _equal_part(fqn: str, given: _torch.DTensorSpec, local: torch.Tensor) -> tuple[int, ...]:
+    """Which part a strided shard leaves is torch's to know; that all are equally large has to be true."""
+    sizes = [given.mesh.size(axis) for axis, each in enumerate(given.placements) if not each.is_replicate()]
+    if local.numel() * math.prod(sizes) != math.prod(given.shape):
+        raise NotImplementedError(
+            f"{fqn}: {given.placements} on {given.mesh} leave unequal parts of {tuple(given.shape)}, which fully_shard "
+            f"takes of Shard alone. Pad the dim to a multiple of {math.prod(sizes)}."
+        )
+    return tuple(local.shape)
 
 
 def ragged_shard(layout: Layout, index: int, shape: tuple[int, ...], max_flat: int | None = None) -> RaggedShard:

@@ -249,8 +249,16 @@ def test_torch_strided_shards_are_reached_through_torch() -> None:
     fsdp = x.redistribute(placements=[_StridedShard(0, split_factor=2), Shard(0)])
     assert torch.equal(fsdp.full_tensor(), full)
     check(full, fsdp.redistribute(placements=x.placements))
-    with pytest.raises(LayoutError, match="cannot stand beside torch's strided shards"):
-        x.redistribute(placements=[RaggedShard((0,), (1, 1)), _StridedShard(0, split_factor=2)])
+    # A ragged cut beside one is taken inside the part that it leaves: rows 0 1 4 5 and 2 3 6 7, cut 1 + 3.
+    beside = [RaggedShard((0,), (1, 3)), _StridedShard(0, split_factor=2)]
+    (dp, tp) = mesh.get_coordinate() or ()
+    part = full[[0, 1, 4, 5] if tp == 0 else [2, 3, 6, 7]]
+    for y in (x.redistribute(placements=beside), distribute_tensor(full, mesh, beside)):
+        assert torch.equal(y.to_local(), part[:1] if dp == 0 else part[1:])
+        assert torch.equal(y.full_tensor(), full)
+        assert torch.equal(y.redistribute(placements=x.placements).to_local(), x.to_local())
+    with pytest.raises(LayoutError, match=r"leave parts of unequal size of \(7, 3\)"):
+        distribute_tensor(full[:7], mesh, beside)
 
 
 @ranks(2)

@@ -93,13 +93,22 @@ def test_tensor_parallel_then_ragged_on_the_same_dim_keeps_the_order(size: int) 
 
 @ranks(4)
 @pytest.mark.parametrize("size", [5, 7, 9])
-def test_a_piece_that_the_units_do_not_divide_is_refused_everywhere(size: int) -> None:
-    """C06, pytorch#163843 again: over 2 TP ranks, 5 rows are 3 and 2, which no units but one owner's share."""
+def test_pieces_of_unequal_size_are_cut_at_the_same_rows(size: int) -> None:
+    """C06, pytorch#163843 again: over 2 TP ranks, 5 rows are 3 and 2; units share the 3 and are clipped to the 2."""
     mesh, full = init_device_mesh("cpu", (2, 2)), torch.arange(size)
-    with pytest.raises(LayoutError, match="rows do not split into 3 units"):
-        distribute_tensor(full, mesh, [StridedRaggedShard((0,), (1, 2), 2), Shard(0)])
-    x = distribute_tensor(full, mesh, [StridedRaggedShard((0,), (0, 1), 2), Shard(0)])
-    assert torch.equal(x.full_tensor(), full)
+    rows = -(-size // 2)
+    for units in ((1, rows - 1), (rows - 1, 1), (0, 1), (1, 0)):
+        placements = [StridedRaggedShard((0,), units, 2), Shard(0)]
+        x = distribute_tensor(full, mesh, placements)
+        cut = rows * units[0] // sum(units)
+        (dp, tp) = mesh.get_coordinate() or ()
+        piece = full[tp * rows : (tp + 1) * rows]
+        assert torch.equal(x.to_local(), piece[:cut] if dp == 0 else piece[cut:])
+        assert torch.equal(x.full_tensor(), full)
+        replica = distribute_tensor(full, mesh, [Replicate(), Replicate()])
+        assert torch.equal(replica.redistribute(placements=placements).to_local(), x.to_local())
+    with pytest.raises(LayoutError, match=f"{rows} rows do not split into {rows + 1} units"):
+        distribute_tensor(full, mesh, [StridedRaggedShard((0,), (1, rows), 2), Shard(0)])
 
 
 @ranks(4)
