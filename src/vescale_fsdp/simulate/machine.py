@@ -126,7 +126,8 @@ def read_machine(source: str) -> Machine:
     if not isinstance(links, list):
         raise VescaleError(f"{source}: links: expected a list, got {type(links).__name__}")
     made = tuple(_made(Link, link, f"{source}: links[{i}]") for i, link in enumerate(links))
-    return _made(Machine, {**value, "links": made}, source)
+    machine: Machine = _made(Machine, {**value, "links": made}, source)
+    return machine
 
 
 def _made(kind: Any, value: Any, where: str) -> Any:  # a dataclass and the value it is made from
