@@ -115,7 +115,7 @@ def elementwise(call: OpCall) -> Answer:
     found = fit(call, specs[0], inputs)
     spec = specs[0] if len(specs) == 1 else tuple(specs)
     if num_flat_or_none(placements) == 0:
-        return Local(spec, functools.partial(_on_owner, call.op, metas))
+        return Local(spec, functools.partial(_on_owner, call.op))
     return fitted(call, spec, found)
 
 
@@ -170,15 +170,21 @@ def check_memory_format(call: OpCall) -> None:
         raise refusal(call, f"memory_format={memory_format}", "Ragged tensors are contiguous: leave the argument out.")
 
 
-def _on_owner(op: Any, metas: Sequence[TensorMeta], /, *args: Any, **kwargs: Any) -> Any:
-    """A 0-dim ragged tensor has a local tensor of one element or none; type promotion needs it as a 0-dim tensor."""
-    locals_ = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if any(not leaf.numel() for leaf in locals_):
-        empty = [locals_[0].new_empty(0, dtype=meta.dtype) for meta in metas]
-        return empty[0] if len(empty) == 1 else tuple(empty)
-    args, kwargs = _torch.tree_map_only(torch.Tensor, lambda leaf: leaf.view(()), (args, kwargs))
+def _on_owner(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A 0-dim ragged tensor has a local tensor of one element or none; type promotion needs it as a 0-dim tensor.
+
+    Ranks without it run the op on ones: only the arguments tell the dtype, for torch keeps one answer for 2.5 and for a
+    0-dim tensor of float64, which promote differently.
+    """
+    leaves = _torch.tree_leaves((args, kwargs))
+    is_owner = all(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    args, kwargs = _torch.tree_map_only(torch.Tensor, _as_number, (args, kwargs))
     result = op(*args, **kwargs)
-    return _torch.tree_map_only(torch.Tensor, lambda leaf: leaf.view(1), result)
+    return _torch.tree_map_only(torch.Tensor, lambda leaf: leaf.view(1) if is_owner else leaf.new_empty(0), result)
+
+
+def _as_number(local: torch.Tensor) -> torch.Tensor:
+    return local.view(()) if local.numel() else local.new_ones(())
 
 
 # --- lists of tensors

@@ -103,3 +103,13 @@ def reductions_after_other_groups() -> None:
 def test_answers_do_not_outlive_their_process_groups(rank_pool: RankPool) -> None:
     for run in ("reductions_over_a_grid", "reductions_after_other_groups", "reductions_over_a_grid"):
         rank_pool.run(4, __file__, run, {})
+
+
+@ranks(2)
+def test_numbers_and_scalar_tensors_promote_alike_on_owners_and_others() -> None:
+    mesh, double = init_device_mesh("cpu", (2,)), torch.tensor(2.0, dtype=torch.float64)
+    z = distribute_tensor(torch.tensor(3.0), mesh, [RaggedShard((), (0, 1))])
+    for factor in (2, 1j, 2.5, True, double, 2.5, double):
+        product, expected = z * factor, torch.tensor(3.0) * factor
+        assert product.dtype == product.to_local().dtype == expected.dtype
+        assert torch.equal(product.full_tensor(), expected)
