@@ -26,12 +26,16 @@ from .errors import PluginError, VescaleError
 from .plugins import granularity_of, registry
 from .policy import ParamPolicy
 from .shapes import ModelShapes, ShapeGroup, merge_equal
+from .shapes.checks import brief
 from .spec import ParamSpec
 from .tiling import Tiling
 
 __all__ = ["Wish", "WishError", "grant", "parse_wish"]
 
 Kind = Literal["rows", "block", "format"]
+
+MAX_DIGITS = 18
+"""No tensor has as many rows."""
 
 
 class WishError(VescaleError):
@@ -126,8 +130,8 @@ def _parse_format(value: str) -> Callable[[ParamSpec], Granularity]:
 
 
 def _whole_number(kind: Kind, value: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise WishError(f"--{kind} {value}: expected a whole number >= 1, got {text!r}")
+    if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS or int(text) < 1:
+        raise WishError(f"--{kind} {value[:40]}: expected a whole number >= 1, got {brief(text)}")
     return int(text)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,14 @@ LLAMA = MODELS / "llama3-8b.json"
         (("plan", LLAMA, "--ranks", 8, "--png", "no/such/folder/a.png"), "no/such/folder/a.png: No such file"),
         (("plan", LLAMA, "--ranks", 8, "--json", MODELS), f"{MODELS}: Is a directory"),
         (("plan", "torch.nn:Linear", "--ranks", 8), "torch.nn:Linear: TypeError"),
+        (("plan", LLAMA, "--ranks", "8,x"), "Invalid value for '--ranks'"),
+        (("plan", LLAMA, "--ranks", 1 << 21), "--ranks: expected at most 1,048,576, got 2,097,152"),
+        (("advise", LLAMA, "--ranks", 10**20), "--ranks: expected at most 1,048,576, got 100,000"),
+        (("plan", LLAMA, "--ranks", 8, "--json", "/dev/full"), "/dev/full: No space left on device"),
+        (("advise", LLAMA, "--ranks", 1, "--json", "/dev/full"), "/dev/full: No space left on device"),
+        (("plan", LLAMA, "--ranks", 8, "--rows", "none.*=2"), "--rows none.*=2: matches no parameter"),
+        (("plan", LLAMA, "--ranks", 8, "--rows", "9" * 5000), "expected a whole number >= 1, got '999"),
+        (("plan", LLAMA, "--ranks", 8, "--group-by", "none.*"), "group_by 'none.*': matches no module"),
         (("advise", LLAMA, "--ranks", 0), "--ranks: expected a whole number >= 1, got 0"),
         (("advise", LLAMA, "--ranks", 8, "--state-bytes", -1), "--state-bytes: expected a whole number >= 0, got -1"),
         (("advise", LLAMA, "--ranks", 8, "--max-padding", "nan"), "--max-padding: expected a percentage >= 0, got nan"),
@@ -148,6 +158,18 @@ def test_bad_input_is_one_line_and_exit_code_2(args: tuple[object, ...], message
 
 
 @pytest.mark.parametrize("command", ["plan", "advise"])
+def test_a_picture_without_matplotlib_says_what_to_install(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    result = run(command, tiny(tmp_path), "--ranks", 3, "--png", tmp_path / "a.png")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "a picture needs matplotlib. Run: pip install 'vescale-fsdp[viz]'" in result.stderr
+    assert not (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "advise"])
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -159,19 +181,29 @@ def test_bad_input_is_one_line_and_exit_code_2(args: tuple[object, ...], message
         ("m.json", b'{"version": 1, "groups": [{"params": [["w", [1]], ["w", [1]]]}]}', "w comes twice"),
         ("m.json", b'{"version": 3}', "version: expected 1, got 3"),
         ("m.safetensors", b"\x50\0\0\0\0\0\0\0{", "header: truncated; it needs 88 bytes, the file has 9"),
+        ("m.safetensors", b"ab", "header: truncated; it needs"),
+        ("m.safetensors", b"", "header: truncated; it needs 8 bytes, the file has 0"),
+        ("m.safetensors", b"\x02\0\0\0\0\0\0\0[]", "header: expected {name: entry}, got []"),
+        ("m.safetensors", b"\x02\0\0\0\0\0\0\0{}", "no parameters found"),
+        ("m.safetensors", b'\x07\0\0\0\0\0\0\0{"a":1}', "a: no dtype or shape or data_offsets, got 1"),
+        ("broken.py", b"def make(size): ...", "make() missing 1 required positional argument: 'size'"),
+        ("broken.py", b"def make(): return 3", "the factory returned int, expected a torch.nn.Module"),
+        ("broken.py", b"import torch; make = torch.nn.Module", "no parameters found"),
+        ("broken.py", b"import sys; sys.exit('good bye')", "SystemExit: good bye"),
         (
             "broken.py",
             b"raise RuntimeError('first line' + chr(10) + 'second line')",
             "RuntimeError: first line second line",
         ),
     ],
-    ids=["negative", "duplicate", "version", "truncated", "factory raises"],
+    ids=lambda value: "" if isinstance(value, bytes) else value.split(":")[0],
 )
 def test_a_malformed_file_is_named_with_its_entry(
     command: str, name: str, content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / name).write_bytes(content)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
     source = "broken:make" if name.endswith(".py") else name
     result = run(command, source, "--ranks", 8)
     (line,) = result.stderr.splitlines()

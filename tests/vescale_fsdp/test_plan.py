@@ -184,10 +184,25 @@ def test_a_group_holds_one_dtype_and_each_name_once() -> None:
 def test_numbers_that_mean_nothing_are_refused() -> None:
     with pytest.raises(PlanError, match="max_lanes is None or 1 to 3, got 4"):
         plan_group(SPECS, 2, max_lanes=4)
-    with pytest.raises(PlanError, match="num_ranks, unit and align are >= 1, got 0"):
-        plan_group(SPECS, 0)
     with pytest.raises(PlanError, match=r"a: sizes are >= 0, got shape \(2, -1\)"):
         ParamSpec("a", (2, -1))
+
+
+@pytest.mark.parametrize("name", ["num_ranks", "unit", "align", "max_lanes"])
+@pytest.mark.parametrize("value", [2.0, True, 0, -2, "2", None])
+def test_what_is_no_count_is_refused_even_where_an_equal_count_was_planned(name: str, value: object) -> None:
+    counts: dict[str, object] = {"num_ranks": 2, "unit": 1, "align": 1, "max_lanes": 1}
+    plan_group(SPECS, **counts)  # type: ignore[arg-type]
+    plan_group(SPECS, **counts | {name: 1})  # type: ignore[arg-type]
+    if value is None and name != "num_ranks":
+        return
+    with pytest.raises(PlanError, match=f"{name} is a whole number >= 1, got {value!r}"):
+        plan_group(SPECS, **counts | {name: value})  # type: ignore[arg-type]
+
+
+def test_a_plan_of_no_groups_asks_for_ranks_too() -> None:
+    with pytest.raises(PlanError, match="num_ranks is a whole number >= 1, got 0"):
+        make_plan([], 0)
 
 
 def test_a_group_without_parameters_needs_no_bytes() -> None:

@@ -123,6 +123,13 @@ def test_experts_part_from_the_family_that_needs_another_multiple() -> None:
     assert [lane.share for lane in layout.lanes] == [65 * 114688, 15 * 262144]
 
 
+@pytest.mark.parametrize("max_lanes", [2, 3])
+def test_a_kind_that_holds_most_of_the_group_may_have_a_lane_of_its_own(max_lanes: int) -> None:
+    # 128 rows over 768 ranks: 514 up and gate projections of 16 blocks in shares of 11 blocks of 114688.
+    layout = lay_out(groups_of("deepseek-v3-671b")[2][1], "128", 768, max_lanes)
+    assert [lane.share for lane in layout.lanes] == [8 * 11 * 114688, 6291456]
+
+
 def test_small_tensors_between_two_families_save_a_block() -> None:
     # What arXiv 2602.22437's order by shape reaches: the norms stand between up and down projections.
     assert lay_out(groups_of("mixtral-8x22b")[1][1], "16", 16, 1).share <= 156549120

@@ -1,6 +1,6 @@
 """The `vescale-fsdp` command, one file per subcommand; it needs the `cli` extra (typer and rich).
 
-Reading order: errors, train, plan, advise, migrate, plugins, app.
+Reading order: errors, source, train, plan, advise, simulate, migrate, plugins, app.
 """
 
 from __future__ import annotations

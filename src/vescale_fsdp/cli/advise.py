@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vescale_fsdp.cli.errors import user_errors
-from vescale_fsdp.cli.plan import (
+from vescale_fsdp.cli.source import (
+    MAX_RANKS,
     Block,
     Dtype,
     Format,
     GroupBy,
+    JsonFile,
     MaxLanes,
+    PngFile,
     Rows,
     Source,
     check_at_least,
     check_lanes,
     load,
+    writing,
 )
 
 if TYPE_CHECKING:
@@ -45,26 +48,28 @@ def advise(
     group_by: GroupBy = [],  # noqa: B006
     max_padding: MaxPadding = 3.0,
     state_bytes: StateBytes = 12,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the sweep as JSON.")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw padding, memory and traffic.")] = None,
+    json: JsonFile = None,
+    png: PngFile = None,
 ) -> None:
     """Compare every way to split the ranks into shard groups and replicas, and say where padding takes over."""
     with user_errors():
         from vescale_fsdp.advisor import advise as sweep
 
         check_lanes(max_lanes)
-        check_at_least(ranks, 1, "--ranks")
+        check_at_least(ranks, 1, "--ranks", MAX_RANKS)
         check_at_least(state_bytes, 0, "--state-bytes")
         if not max_padding >= 0:
             raise ValueError(f"--max-padding: expected a percentage >= 0, got {max_padding}")
         shapes = load(source, rows, block, format, dtype, group_by)
         advice = sweep(shapes, ranks, max_lanes=max_lanes, max_padding_pct=max_padding, bytes_of_state=state_bytes)
         if json is not None:
-            json.write_text(advice.to_json())
+            with writing(json):
+                json.write_text(advice.to_json())
         if png is not None:
             from vescale_fsdp.picture import draw_advice
 
-            draw_advice(advice, png)
+            with writing(png):
+                draw_advice(advice, png)
     show(advice)
 
 

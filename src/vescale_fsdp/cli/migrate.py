@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vescale_fsdp.cli.errors import user_errors
-from vescale_fsdp.cli.plan import Block, Dtype, Format, GroupBy, MaxLanes, Rows, check_at_least, check_lanes, load
+from vescale_fsdp.cli.source import Block, Dtype, Format, GroupBy, MaxLanes, Rows, check_at_least, check_lanes, load
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vescale_fsdp.cli.errors import user_errors
+from vescale_fsdp.cli.source import (
+    MAX_RANKS,
+    Block,
+    Dtype,
+    Format,
+    GroupBy,
+    JsonFile,
+    MaxLanes,
+    PngFile,
+    Rows,
+    Source,
+    check_at_least,
+    check_lanes,
+    load,
+    writing,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from vescale_fsdp.model_plan import ModelPlan, PlannedGroup
-    from vescale_fsdp.shapes import ModelShapes
 
-__all__ = ["check_at_least", "check_lanes", "load", "plan"]
-
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="INPUT",
-        help="A model's JSON, a .safetensors file, its index or folder, or package.module:factory.",
-    ),
-]
-Rows = Annotated[list[str], typer.Option(metavar="[PATTERN=]N", help="Keep N rows together; 'whole': each matrix.")]
-Block = Annotated[list[str], typer.Option(metavar="[PATTERN=]NxM", help="Keep NxM blocks whole.")]
-Format = Annotated[list[str], typer.Option(metavar="[PATTERN=]NAME", help="What a registered block format asks for.")]
-MaxLanes = Annotated[
-    int | None, typer.Option(help="At most so many buffers per group, 1 to 3. Default: where it pays.")
-]
-Dtype = Annotated[str | None, typer.Option(help="Store parameters as this torch dtype. Default: bfloat16 for JSON.")]
-GroupBy = Annotated[
-    list[str], typer.Option(metavar="PATTERN", help="Modules that are groups, such as 'layers.*'; 'none': one group.")
-]
+__all__ = ["plan"]
 
 
 def plan(
@@ -45,8 +41,8 @@ def plan(
     max_lanes: MaxLanes = None,
     dtype: Dtype = None,
     group_by: GroupBy = [],  # noqa: B006
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report as JSON.")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw ranks and bytes, a colour per tensor.")] = None,
+    json: JsonFile = None,
+    png: PngFile = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Say it in words: lanes, bounds, who asked for what.")
     ] = False,
@@ -59,38 +55,17 @@ def plan(
         from vescale_fsdp.model_plan import plan_model
 
         check_lanes(max_lanes)
-        check_at_least(ranks, 1, "--ranks")
+        check_at_least(ranks, 1, "--ranks", MAX_RANKS)
         made = plan_model(load(source, rows, block, format, dtype, group_by), ranks, max_lanes=max_lanes)
         if json is not None:
-            json.write_text(made.to_json())
+            with writing(json):
+                json.write_text(made.to_json())
         if png is not None:
             from vescale_fsdp.picture import draw_plan
 
-            draw_plan(made, png)
+            with writing(png):
+                draw_plan(made, png)
     show(made, explain=explain)
-
-
-def load(
-    source: str, rows: list[str], block: list[str], format: list[str], dtype: str | None, group_by: list[str]
-) -> ModelShapes:
-    """The model's shapes with every wish granted; ValueError says what is wrong with the input."""
-    from vescale_fsdp.shapes import read_shapes
-    from vescale_fsdp.wishes import grant, parse_wish
-
-    wishes = [parse_wish("rows", text) for text in rows]
-    wishes += [parse_wish("block", text) for text in block]
-    wishes += [parse_wish("format", text) for text in format]
-    return grant(read_shapes(source, dtype=dtype, group_by=group_by), wishes)
-
-
-def check_lanes(max_lanes: int | None) -> None:
-    if max_lanes is not None and not 1 <= max_lanes <= 3:
-        raise ValueError(f"--max-lanes: expected 1, 2 or 3, got {max_lanes}")
-
-
-def check_at_least(value: int, least: int, option: str) -> None:
-    if value < least:
-        raise ValueError(f"{option}: expected a whole number >= {least}, got {value}")
 
 
 def show(made: ModelPlan, *, explain: bool) -> None:

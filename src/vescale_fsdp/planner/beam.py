@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .classes import ShareClass
 from .greedy import start_of_cut
-from .problem import Order, Problem
+from .problem import Order, Problem, merged
 
 __all__ = ["Beam", "beam_search"]
 
@@ -27,7 +26,8 @@ class Beam:
 
 
 class _Move(NamedTuple):
-    """Placing one more tensor of a kind: its digit in a state, and the tensor."""
+    """Placing one more tensor of a kind: its digit in a state, the tensor, and how far behind the next boundary it
+    starts where it cannot be cut there."""
 
     stride: int
     modulus: int
@@ -35,6 +35,7 @@ class _Move(NamedTuple):
     numel: int
     granularity: int
     spans_ranks: bool
+    behind: int
 
 
 _Layer = dict[int, tuple[int, int, int]]
@@ -47,10 +48,10 @@ def beam_search(problem: Problem, share_class: ShareClass, share: int, *, max_st
     A state that has left more gaps than the buffer can spare is dropped; where a layer holds more states than
     `max_steps` allow, those with the most gaps are.
     """
-    moves = _moves(problem, share_class)
+    spare = problem.num_ranks * share - problem.numel
+    moves = _moves(problem, share_class, share, spare + 1)
     num_tensors = sum(kind.count for kind in problem.kinds)
     width = max(MIN_WIDTH, max_steps // (num_tensors * len(moves)))
-    spare = problem.num_ranks * share - problem.numel
     layers: list[_Layer] = [{0: (0, 0, -1)}]
     complete, num_steps = True, 0
     for _ in range(num_tensors):
@@ -60,16 +61,20 @@ def beam_search(problem: Problem, share_class: ShareClass, share: int, *, max_st
             return Beam(None, complete, num_steps)
         if len(layer) > width:
             complete = False
-            layer = dict(heapq.nsmallest(width, layer.items(), key=lambda item: (item[1][0], item[0])))
+            least = sorted([(gaps, state) for state, (gaps, _, _) in layer.items()])[:width]
+            layer = {state: layer[state] for _, state in least}
         layers.append(layer)
     return Beam(_order(layers, moves), complete, num_steps)
 
 
-def _moves(problem: Problem, share_class: ShareClass) -> list[_Move]:
+def _moves(problem: Problem, share_class: ShareClass, share: int, nowhere: int) -> list[_Move]:
     moves, stride = [], 1
     for kind, spans_ranks in zip(problem.kinds, share_class.spans_ranks, strict=True):
         modulus = stride * (kind.count + 1)
-        moves.append(_Move(stride, modulus, stride * kind.count, kind.numel, kind.granularity, spans_ranks))
+        start = start_of_cut(0, share, kind.numel, kind.granularity, spans_ranks, share) if kind.numel > share else 0
+        behind = start if start >= 0 else nowhere
+        full = stride * kind.count
+        moves.append(_Move(stride, modulus, full, kind.numel, kind.granularity, spans_ranks, behind))
         stride = modulus
     return moves
 
@@ -79,17 +84,13 @@ def _extend(layer: _Layer, moves: Sequence[_Move], share: int, spare: int) -> _L
     for state, (gaps, placed, _) in layer.items():
         position = placed + gaps
         rest = share - position % share
-        for kind, (stride, modulus, full, numel, granularity, spans_ranks) in enumerate(moves):
+        for kind, (stride, modulus, full, numel, granularity, spans_ranks, behind) in enumerate(moves):
             if state % modulus >= full:
                 continue
             total = gaps
             if numel > rest:
                 head = rest - rest % granularity
-                if spans_ranks or (head and numel - head <= share):  # most cuts, without a call
-                    total += rest - head
-                else:
-                    start = start_of_cut(position, rest, numel, granularity, spans_ranks, share)
-                    total = start - placed if start >= 0 else spare + 1
+                total += rest - head if spans_ranks or (head and numel - head <= share) else rest + behind
                 if total > spare:
                     continue
             target = state + stride
@@ -105,4 +106,4 @@ def _order(layers: Sequence[_Layer], moves: Sequence[_Move]) -> Order:
     for layer in reversed(layers[1:]):
         kinds.append(layer[state][2])
         state -= moves[kinds[-1]].stride
-    return tuple((kind, 1) for kind in reversed(kinds))
+    return merged((kind, 1) for kind in reversed(kinds))

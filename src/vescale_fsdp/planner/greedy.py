@@ -17,7 +17,7 @@ def end_of(order: Order, kinds: Sequence[Kind], spans_ranks: Sequence[bool], sha
 
     `spans_ranks[k]`: tensors of kind k may be cut at several rank boundaries; their granularity divides the share.
     """
-    position, left = 0, sum(kinds[index].numel * count for index, count in order)
+    position, left = 0, sum([kinds[index].numel * count for index, count in order])
     for index, count in order:
         kind = kinds[index]
         left -= kind.numel * count
@@ -66,14 +66,17 @@ def starts_of(
     """(kind, start) of every tensor, in the order's order; the order must fit."""
     position = 0
     for index, count in order:
-        kind = kinds[index]
-        for _ in range(count):
+        numel = kinds[index].numel
+        while count:
             rest = share - position % share
-            if kind.numel > rest:
-                position = start_of_cut(position, rest, kind.numel, kind.granularity, spans_ranks[index], share)
+            if numel > rest:
+                position = start_of_cut(position, rest, numel, kinds[index].granularity, spans_ranks[index], share)
                 assert position >= 0, "the order was found to fit before it was placed"
-            yield index, position
-            position += kind.numel
+            fitting = max(1, min(count, rest // numel))
+            for _ in range(fitting):
+                yield index, position
+                position += numel
+            count -= fitting
 
 
 def start_of_cut(position: int, rest: int, numel: int, granularity: int, spans_ranks: bool, share: int) -> int:

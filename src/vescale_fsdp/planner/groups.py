@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import index
+from typing import SupportsIndex
 
 from ..errors import PlanError
 from ..layout import LanePlan, Layout
 from ..plan import GroupPlan, Plan
 from ..spec import ParamSpec, alignment, itemsize_bits
-from .bounds import any_layout_bound
+from .bounds import SHARP, Bounds
 from .lanes import Lane, lay_out_lanes, total
 from .problem import Problem, Tensor
 from .rows import place
@@ -32,6 +34,7 @@ def make_plan(
     max_lanes: int | None = None,
 ) -> Plan:
     """Plan every (name, parameters) group over the same number of ranks; equal groups are solved once."""
+    num_ranks = _count("num_ranks", num_ranks)
     return Plan(
         tuple(
             plan_group(specs, num_ranks, name=name, unit=unit, align=align, max_lanes=max_lanes)
@@ -57,18 +60,25 @@ def plan_group(
     group (all shares together) as well.
     """
     _refuse_mixed(name, specs)
-    if max_lanes is not None and not 1 <= max_lanes <= MAX_LANES:
+    if max_lanes is not None and _count("max_lanes", max_lanes) > MAX_LANES:
         raise PlanError(f"max_lanes is None or 1 to {MAX_LANES}, got {max_lanes}")
     dtype = specs[0].dtype if specs else "float32"
     layout = lay_out_group(
         tuple([(spec.numel, spec.granularity.numel, spec.row) for spec in specs]),
-        num_ranks,
-        alignment([dtype]) if unit is None else unit,
-        alignment([dtype]) if align is None else align,
+        _count("num_ranks", num_ranks),
+        alignment([dtype]) if unit is None else _count("unit", unit),
+        alignment([dtype]) if align is None else _count("align", align),
         MAX_LANES if max_lanes is None else max_lanes,
         -(-MIN_SAVING_BITS // itemsize_bits(dtype)) if max_lanes is None else 0,
     )
     return GroupPlan(name, tuple(specs), layout)
+
+
+def _count(name: str, value: object) -> int:
+    """2.0 and True are equal to counts, and would find their plans, but are none."""
+    if not isinstance(value, SupportsIndex) or isinstance(value, bool) or index(value) < 1:
+        raise PlanError(f"{name} is a whole number >= 1, got {value!r}")
+    return index(value)
 
 
 def _refuse_mixed(name: str, specs: Sequence[ParamSpec]) -> None:
@@ -87,23 +97,23 @@ def lay_out_group(
 
     One more lane must save `min_saving` elements of all shares together.
     """
-    if num_ranks < 1 or unit < 1 or align < 1:
-        raise PlanError(f"num_ranks, unit and align are >= 1, got {num_ranks}, {unit} and {align}")
     problem = Problem.reduce(tensors, num_ranks, unit, align)
-    lanes = lay_out_lanes(problem, max_lanes, -(-min_saving // (align * num_ranks)))
+    bounds = Bounds(problem)
+    lanes = lay_out_lanes(problem, bounds, max_lanes, -(-min_saving // (align * num_ranks)))
     lane_of, starts = _by_tensor(tensors, lanes, align)
     lane_plans = tuple(LanePlan(lane.layout.share * align, lane.layout.bound * align) for lane in lanes)
-    layout = Layout(num_ranks, unit, align, lane_plans, lane_of, starts, _bound(problem, lanes) * align)
+    layout = Layout(num_ranks, unit, align, lane_plans, lane_of, starts, _bound(bounds, lanes) * align)
     layout.check(
         range(len(tensors)), [numel for numel, _, _ in tensors], [granularity for _, granularity, _ in tensors]
     )
     return layout
 
 
-def _bound(problem: Problem, lanes: Sequence[Lane]) -> int:
+def _bound(bounds: Bounds, lanes: Sequence[Lane]) -> int:
     """The any-layout bound, computed as sharply as it matters."""
-    bound = any_layout_bound(problem)
-    return bound if bound == total(lanes) else max(bound, any_layout_bound(problem, max_divisor=24))
+    kinds = range(len(bounds.numels))
+    bound = bounds.any_layout(kinds)
+    return bound if bound == total(lanes) else bounds.any_layout(kinds, SHARP)
 
 
 def _by_tensor(tensors: Sequence[Tensor], lanes: Sequence[Lane], align: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

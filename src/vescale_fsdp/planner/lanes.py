@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
-from .bounds import any_layout_bound, forced_bound
+from .bounds import Bounds
 from .one_lane import LaneLayout, lay_out
 from .problem import Problem
 
@@ -20,11 +22,17 @@ NUM_SEEDS = 10
 NUM_TRIES = 16
 """Splits laid out per number of lanes."""
 
+HEAVY = 10
+"""A kind with at least one in so many of the elements is tried in a lane of its own."""
+
 Kinds = tuple[int, ...]
 """Indices of a problem's kinds, ascending."""
 
 Split = tuple[Kinds, ...]
 """The kinds of each lane."""
+
+Masks = tuple[int, ...]
+"""The same, a bit per kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +44,9 @@ class Lane:
     layout: LaneLayout
 
 
-def lay_out_lanes(problem: Problem, max_lanes: int, min_saving: int) -> tuple[Lane, ...]:
+def lay_out_lanes(problem: Problem, bounds: Bounds, max_lanes: int, min_saving: int) -> tuple[Lane, ...]:
     """The fewest lanes that are within 0.5 %, or within `min_saving` elements per rank, of the best split found."""
-    found = candidates(problem, max_lanes, min_saving)
+    found = candidates(_Splitter(problem, bounds), max_lanes, min_saving)
     best = total(found[-1])
     return next(lanes for lanes in found if not is_worth_it(total(lanes), best, min_saving))
 
@@ -48,79 +56,120 @@ def is_worth_it(share: int, smaller: int, min_saving: int) -> bool:
     return share * 1000 > smaller * 1005 and share - smaller >= min_saving
 
 
-def candidates(problem: Problem, max_lanes: int, min_saving: int) -> list[tuple[Lane, ...]]:
-    """The best split found for 1, 2, ... lanes; none for a number of lanes that saves nothing."""
-    everything = tuple(range(len(problem.kinds)))
-    found: list[tuple[Lane, ...]] = [(Lane(everything, problem, lay_out(problem)),)]
-    splitter = _Splitter(problem, any_layout_bound(problem))
+def candidates(splitter: _Splitter, max_lanes: int, min_saving: int) -> list[tuple[Lane, ...]]:
+    """The best split found for 1, 2, ... lanes; none for a number of lanes that saves nothing.
+
+    Lanes that could not be chosen even if they met their lower bounds keep their quick layouts.
+    """
+    found: list[tuple[Lane, ...]] = [(splitter.lane(splitter.everything),)]
     for num_lanes in range(2, max_lanes + 1):
-        best = total(found[-1])
-        if not is_worth_it(best, splitter.least, min_saving):
+        if not is_worth_it(total(found[-1]), splitter.least, min_saving):
             break
-        split = splitter.best_split(num_lanes, best)
-        if split is not None:
-            lanes = (replace(lane, layout=lay_out(lane.problem)) for lane in split)
-            found.append(tuple(sorted(lanes, key=lambda lane: (-lane.layout.share, lane.kinds))))
-    return found
+        split = splitter.best_split(num_lanes, found[-1])
+        if split is None or not is_worth_it(least(found[-1]), total(split), min_saving):
+            found[-1] = splitter.searched(found[-1])
+            if not is_worth_it(total(found[-1]), splitter.least, min_saving):
+                return found
+        if split is not None and total(split) < total(found[-1]):
+            found.append(split)
+    return [*found[:-1], splitter.searched(found[-1])]
 
 
 def total(lanes: Sequence[Lane]) -> int:
     """Share per rank of all lanes together."""
-    return sum(lane.layout.share for lane in lanes)
+    return sum([lane.layout.share for lane in lanes])
 
 
-@dataclass
+def least(lanes: Sequence[Lane]) -> int:
+    """The share per rank below which these lanes have no layout."""
+    return sum([lane.layout.bound for lane in lanes])
+
+
 class _Splitter:
-    """Lower bounds and quick layouts of lanes, each computed once."""
+    """Lower bounds and layouts of lanes, each computed once."""
 
-    problem: Problem
-    least: int
-    bounds: dict[Kinds, int] = field(default_factory=dict)
-    lanes: dict[Kinds, Lane] = field(default_factory=dict)
+    def __init__(self, problem: Problem, bounds: Bounds) -> None:
+        self.problem = problem
+        self.bounds = bounds
+        self.moved: dict[Masks, Masks] = {}
+        self.everything = tuple(range(len(problem.kinds)))
+        self.least = bounds.any_layout(self.everything)
+        self.lanes: dict[Kinds, Lane] = {}
+        self.final: dict[Kinds, Lane] = {}
 
     def bound(self, kinds: Kinds) -> int:
-        if kinds not in self.bounds:
-            lane = replace(self.problem, kinds=tuple([self.problem.kinds[kind] for kind in kinds]), module_order=())
-            self.bounds[kinds] = forced_bound(lane, any_layout_bound(lane))
-        return self.bounds[kinds]
-
-    def bound_of(self, split: Split) -> int:
-        return sum(map(self.bound, split))
+        return self.bounds.of_mask(mask_of(kinds))
 
     def lane(self, kinds: Kinds) -> Lane:
+        """With a quick layout."""
         if kinds not in self.lanes:
-            problem = self.problem.part(kinds)
-            self.lanes[kinds] = Lane(kinds, problem, lay_out(problem, search_steps=0))
+            problem = self.problem if kinds == self.everything else self.problem.part(kinds)
+            self.lanes[kinds] = Lane(
+                kinds, problem, lay_out(problem, partial(self.bounds.one_buffer, kinds), search_steps=0)
+            )
         return self.lanes[kinds]
 
-    def best_split(self, num_lanes: int, below: int) -> tuple[Lane, ...] | None:
-        """The least split into exactly `num_lanes`, if its share is less than `below`."""
+    def searched(self, lanes: Sequence[Lane]) -> tuple[Lane, ...]:
+        """The lanes with the best layouts that the budgets find, the largest first."""
+        return tuple(sorted(map(self._searched, lanes), key=lambda lane: (-lane.layout.share, lane.kinds)))
+
+    def _searched(self, lane: Lane) -> Lane:
+        if lane.layout.share == lane.layout.bound:
+            return lane
+        if lane.kinds not in self.final:
+            lower_bound = partial(self.bounds.one_buffer, lane.kinds)
+            self.final[lane.kinds] = replace(lane, layout=lay_out(lane.problem, lower_bound))
+        return self.final[lane.kinds]
+
+    def best_split(self, num_lanes: int, lanes: Sequence[Lane]) -> tuple[Lane, ...] | None:
+        """The least split found into `num_lanes`, if its share is less than that of these fewer lanes.
+
+        The least by their estimates are laid out first.
+        """
+        below = total(lanes)
+        splits = dict.fromkeys(variant for seed in self.seeds(num_lanes) for variant in self.variants(seed))
+        splits.update(dict.fromkeys(self.with_one_alone(lanes)))
+        waiting = [(self.estimate(split), split) for split in splits]
+        heapq.heapify(waiting)
+        best, tries = None, 0
+        while waiting and waiting[0][0] < below and tries < NUM_TRIES:
+            known, split = heapq.heappop(waiting)
+            if (estimate := self.estimate(split)) > known:  # one of its lanes was laid out since
+                heapq.heappush(waiting, (estimate, split))
+                continue
+            tries += 1
+            tried = tuple(map(self.lane, split))
+            if total(tried) < below:
+                best, below = tried, total(tried)
+        return best
+
+    def with_one_alone(self, lanes: Sequence[Lane]) -> Iterator[Split]:
+        """The lanes with a kind that holds much of the group, such as the experts, in a new lane of its own."""
+        heavy = self.problem.numel // HEAVY
+        for at, lane in enumerate(lanes):
+            others = tuple([other.kinds for other in lanes[:at]] + [other.kinds for other in lanes[at + 1 :]])
+            for i in lane.kinds:
+                kind = self.problem.kinds[i]
+                if kind.numel * kind.count >= heavy and len(lane.kinds) > 1:
+                    yield (*others, tuple([j for j in lane.kinds if j != i]), (i,))
+
+    def seeds(self, num_lanes: int) -> list[Split]:
+        """Ways to put the families into lanes, one of which may wait for small kinds only."""
         families = self.families()
         seeds = [*partitions(families, num_lanes), *((*split, ()) for split in partitions(families, num_lanes - 1))]
-        seeds.sort(key=lambda split: (self.bound_of(split), split))
-        splits = dict.fromkeys(variant for seed in seeds[:NUM_SEEDS] for variant in self.variants(seed))
-        best = None
-        for _ in range(NUM_TRIES):
-            split = min(splits, key=lambda split: (self.estimate(split), split), default=())
-            if not split or self.estimate(split) >= below:
-                break
-            del splits[split]
-            lanes = tuple(map(self.lane, split))
-            if total(lanes) < below:
-                best, below = lanes, total(lanes)
-        return best
+        return sorted(seeds, key=lambda seed: (sum(map(self.bound, seed)), seed))[:NUM_SEEDS]
 
     def estimate(self, split: Split) -> int:
         """Shares of the lanes that are laid out, lower bounds of the others: a bad lane is met only once."""
-        return sum(self.lanes[kinds].layout.share if kinds in self.lanes else self.bound(kinds) for kinds in split)
+        return sum([self.lanes[kinds].layout.share if kinds in self.lanes else self.bound(kinds) for kinds in split])
 
     def variants(self, seed: Split) -> Iterator[Split]:
         """The families' lanes with the small kinds: all in the last lane, or each where it costs least; then moved."""
-        fillers = tuple(i for i, kind in enumerate(self.problem.kinds) if kind.numel <= self.least)
+        fillers = tuple([i for i, kind in enumerate(self.problem.kinds) if kind.numel <= self.least])
         for split in ((*seed[:-1], tuple(sorted(seed[-1] + fillers))), self.with_fillers(seed, fillers)):
             if all(split):
                 yield split
-                yield self.with_moves(split)
+                yield tuple(map(self.bounds.kinds_in, self.with_moves(tuple(map(mask_of, split)))))
 
     def families(self) -> list[Kinds]:
         """Kinds larger than an average share, by granularity."""
@@ -144,25 +193,34 @@ class _Splitter:
 
     def with_fillers(self, split: Split, fillers: Kinds) -> Split:
         """Give each filler, the coarsest first, to the lane whose bound grows least."""
-        lanes, kinds = list(split), self.problem.kinds
+        lanes, kinds, bound = list(map(mask_of, split)), self.problem.kinds, self.bounds.of_mask
         for filler in sorted(fillers, key=lambda i: (-kinds[i].granularity, -kinds[i].numel * kinds[i].count)):
-            grown = [tuple(sorted((*lane, filler))) for lane in lanes]
-            cheapest = min(range(len(lanes)), key=lambda i: (self.bound(grown[i]) - self.bound(lanes[i]), i))
-            lanes[cheapest] = grown[cheapest]
-        return tuple(lanes)
+            costs = [bound(lane | 1 << filler) - bound(lane) for lane in lanes]
+            lanes[costs.index(min(costs))] |= 1 << filler
+        return tuple(map(self.bounds.kinds_in, lanes))
 
-    def with_moves(self, split: Split) -> Split:
+    def with_moves(self, split: Masks) -> Masks:
         """Move kinds from lane to lane while the lower bounds fall."""
-        moved = list(split)
-        for kind in range(len(self.problem.kinds)):
-            source = next(i for i, lane in enumerate(moved) if kind in lane)
-            without = tuple(i for i in moved[source] if i != kind)
-            grown = [tuple(sorted({*lane, kind})) for lane in moved]
-            others = (i for i in range(len(moved)) if i != source)
-            cost, target = min((self.bound(grown[i]) - self.bound(moved[i]), i) for i in others)
-            if without and cost < self.bound(moved[source]) - self.bound(without):
-                moved[source], moved[target] = without, grown[target]
-        return split if tuple(moved) == split else self.with_moves(tuple(moved))
+        if split in self.moved:
+            return self.moved[split]
+        lanes, bound = list(split), self.bounds.of_mask
+        for kind in self.everything:
+            bit = 1 << kind
+            source = next(i for i, lane in enumerate(lanes) if lane & bit)
+            without = lanes[source] ^ bit
+            if not without or (saved := bound(lanes[source]) - bound(without)) <= 0:
+                continue
+            cost, target = min([(bound(lane | bit) - bound(lane), i) for i, lane in enumerate(lanes) if i != source])
+            if cost < saved:
+                lanes[source], lanes[target] = without, lanes[target] | bit
+        end = split if tuple(lanes) == split else self.with_moves(tuple(lanes))
+        self.moved[split] = end
+        return end
+
+
+def mask_of(kinds: Kinds) -> int:
+    """A lane as one number, a bit per kind: sets of kinds are compared often."""
+    return sum([1 << kind for kind in kinds])
 
 
 def partitions(families: Sequence[Kinds], num_lanes: int) -> Iterator[Split]:

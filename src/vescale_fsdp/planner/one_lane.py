@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .beam import beam_search
-from .bounds import any_layout_bound, forced_bound
+from .bounds import COARSE, SHARP
 from .classes import MAX_CLASSES, ShareClass, share_classes
 from .dives import dive, preferences
 from .orders import moved_orders, sorted_orders
@@ -52,9 +52,12 @@ class LaneLayout:
     spans_ranks: tuple[bool, ...]
 
 
-def lay_out(problem: Problem, *, search_steps: int = SEARCH_STEPS) -> LaneLayout:
-    """The best layout in one buffer that the budgets find; a quick one, without a search over orders, at 0 steps."""
-    search = _Search(problem, search_steps)
+def lay_out(problem: Problem, lower_bound: Callable[[int], int], *, search_steps: int = SEARCH_STEPS) -> LaneLayout:
+    """The best layout in one buffer that the budgets find; a quick one, without a search over orders, at 0 steps.
+
+    `lower_bound(COARSE)` and `lower_bound(SHARP)` are shares below which there is none.
+    """
+    search = _Search(problem, lower_bound, search_steps)
     searches = [search.try_sorted_orders, search.try_dives]
     if search_steps:
         searches += [search.sharpen_bounds, search.try_moves, search.try_beams]
@@ -68,9 +71,10 @@ def lay_out(problem: Problem, *, search_steps: int = SEARCH_STEPS) -> LaneLayout
 class _Search:
     """The best order so far, and the share that nothing beats."""
 
-    def __init__(self, problem: Problem, search_steps: int) -> None:
+    def __init__(self, problem: Problem, lower_bound: Callable[[int], int], search_steps: int) -> None:
         self.problem = problem
-        self.bound = forced_bound(problem, any_layout_bound(problem))
+        self.lower_bound = lower_bound
+        self.bound = lower_bound(COARSE)
         self.share = problem.round_up(problem.numel)  # everything on rank 0
         self.order = problem.module_order
         self.spans_ranks = (False,) * len(problem.kinds)
@@ -124,8 +128,7 @@ class _Search:
             num_tries -= 1
 
     def sharpen_bounds(self) -> None:
-        bound = any_layout_bound(self.problem, max_divisor=24)
-        self.bound = forced_bound(self.problem, max(self.bound, bound))
+        self.bound = self.lower_bound(SHARP)
         self.classes = share_classes(self.problem, self.bound, self.share)
 
     def is_within(self, fraction: int) -> bool:

@@ -14,10 +14,11 @@ def sorted_orders(problem: Problem, spans_ranks: Sequence[bool]) -> Iterator[Ord
     kinds = problem.kinds
     indices = range(len(kinds))
     coarse_first = sorted(indices, key=lambda i: (-kinds[i].granularity, -kinds[i].numel))
+    yield tuple([(i, kinds[i].count) for i in coarse_first])
     large_first = sorted(indices, key=lambda i: (-kinds[i].numel, -kinds[i].granularity))
+    yield tuple([(i, kinds[i].count) for i in large_first])
     rigid_first = sorted(coarse_first, key=lambda i: spans_ranks[i])
-    for order in (coarse_first, large_first, rigid_first):
-        yield tuple((i, kinds[i].count) for i in order)
+    yield tuple([(i, kinds[i].count) for i in rigid_first])
 
 
 def moved_orders(order: Order) -> Iterator[Order]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -49,10 +48,10 @@ class Problem:
     @classmethod
     def reduce(cls, tensors: Sequence[Tensor], num_ranks: int, unit: int, align: int) -> Problem:
         """Drop empty tensors, divide by `align`, merge equal tensors. The unit becomes a multiple of `align`."""
-        counts = Counter(tensor for tensor in tensors if tensor[0])  # ordered by first appearance
+        counts = Counter([tensor for tensor in tensors if tensor[0]])  # ordered by first appearance
         index_of = {tensor: index for index, tensor in enumerate(counts)}
         kinds = tuple([Kind(*divide(*tensor, align), count) for tensor, count in counts.items()])
-        runs = ((index_of[tensor], len(list(group))) for tensor, group in itertools.groupby(tensors) if tensor[0])
+        runs = [(index_of[tensor], 1) for tensor in tensors if tensor[0]]
         return cls(num_ranks, math.lcm(unit, align) // align, kinds, merged(runs))
 
     def part(self, kinds: Sequence[int]) -> Problem:
@@ -78,8 +77,15 @@ class Problem:
 
 def merged(runs: Iterable[tuple[int, int]]) -> Order:
     """Neighbouring runs of one kind as one run."""
-    groups = itertools.groupby(runs, key=lambda run: run[0])
-    return tuple((kind, sum(count for _, count in group)) for kind, group in groups)
+    found: list[tuple[int, int]] = []
+    last = -1
+    for kind, count in runs:
+        if kind == last:
+            found[-1] = (kind, found[-1][1] + count)
+        else:
+            found.append((kind, count))
+            last = kind
+    return tuple(found)
 
 
 def divide(numel: int, granularity: int, row: int, align: int) -> tuple[int, int, int]:

@@ -111,6 +111,10 @@ def group_by_block(specs: Sequence[ParamSpec], patterns: Sequence[str] = ()) -> 
     at least two entries of the same names and shapes. With patterns, blocks are the modules that match one: `layers.*`
     is each layer, `*.experts.*` each expert, `none` nothing at all.
     """
+    for pattern in patterns:
+        if pattern != "none" and not any(map(_matching_prefix([pattern]), (spec.fqn for spec in specs))):
+            like = f"parameters have names like {specs[-1].fqn}" if specs else "there are no parameters"
+            raise ShapeError(f"group_by {pattern!r}: matches no module; {like}")
     prefix_of = _matching_prefix(patterns) if patterns else _numbered_prefix(specs)
     blocks: dict[str, list[ParamSpec]] = {ROOT: []}
     for spec in specs:
