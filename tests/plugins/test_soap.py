@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from ranks import ranks
+from sharding import shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from vescale_soap import SOAP
 
+from ragged_dtensor import RaggedShard, StridedRaggedShard
 from vescale_fsdp import ParamPolicy, fully_shard
 
 OPTIONS = {"lr": 0.1, "precondition_frequency": 2, "max_preconditioner_dim": 4}
@@ -32,6 +36,27 @@ def test_steps_on_shards_equal_steps_on_the_whole_parameter() -> None:
             optimizer.step()
     assert isinstance(param, DTensor)
     assert torch.equal(param.full_tensor(), whole)
+
+
+@ranks(4)
+def test_hsdp_and_tensor_parallel_shards_take_the_steps_of_the_whole_parameter() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    cuts: list[Any] = [
+        [RaggedShard((0,), (1, 4)), Shard(1)],
+        [StridedRaggedShard((0,), (2, 3), 2), Shard(0)],
+        [Replicate(), RaggedShard((0,), (3, 7))],
+    ]
+    whole = nn.Parameter(torch.ones(10, 6, dtype=torch.float64))
+    params = [nn.Parameter(shard(whole.detach(), mesh, cut)) for cut in cuts]
+    optimizers = SOAP([whole], **OPTIONS), SOAP(params, **OPTIONS)
+    for grad in grads(5):
+        whole.grad = grad
+        for param, cut in zip(params, cuts, strict=True):
+            param.grad = shard(grad, mesh, cut)
+        for optimizer in optimizers:
+            optimizer.step()
+    for param, cut in zip(params, cuts, strict=True):
+        assert torch.equal(param.to_local(), shard(whole.detach(), mesh, cut).to_local())
 
 
 @ranks(2)

@@ -122,19 +122,76 @@ def test_every_matrix_is_orthogonalized_once_per_step_over_all_ranks() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     layouts = [(mesh, [Shard(0)])] * 7
     params = [nn.Parameter(shard(w, *layout)) for w, layout in zip(fulls([(8, 6)] * 7, 9), layouts, strict=True)]
-    counted = 0
+    with counted_matrices() as counted:
+        ours(Muon(params), params, layouts, steps=3)
+    total = torch.tensor(counted[0])
+    dist.all_reduce(total)
+    assert total == 7 * 3
+
+
+@ranks(4)
+@pytest.mark.parametrize(("replicas", "times"), [(Replicas.REPEAT, 2), (Replicas.SHARE, 1)])
+def test_replicas_orthogonalize_every_matrix_once_together_when_they_share(replicas: Replicas, times: int) -> None:
+    layouts = [(init_device_mesh("cpu", (2, 2)), [Replicate(), RaggedShard((0,), (1, 3))])] * 5
+    params = [nn.Parameter(shard(w, *layout)) for w, layout in zip(fulls([(8, 6)] * 5, 9), layouts, strict=True)]
+    with counted_matrices() as counted:
+        ours(Muon(params, replicas=replicas), params, layouts, steps=2)
+    total = torch.tensor(counted[0])
+    dist.all_reduce(total)
+    assert total == 5 * 2 * times
+
+
+@contextmanager
+def counted_matrices() -> Iterator[list[int]]:
+    """How many matrices this rank orthogonalizes."""
+    counted = [0]
     original = muon_module.orthogonalize_each
 
     def count(matrices: Sequence[Tensor], *args: Any) -> list[Tensor]:
-        nonlocal counted
-        counted += len(matrices)
+        counted[0] += len(matrices)
         return original(matrices, *args)
 
     with patch.object(muon_module, "orthogonalize_each", count):
-        ours(Muon(params), params, layouts, steps=3)
-    total = torch.tensor(counted)
+        yield counted
+
+
+EXPERTS: list[list[Any]] = [
+    [StridedRaggedShard((0,), (3, 1), 2), Shard(0)],  # expert by expert: three and one of each rank's four
+    [StridedRaggedShard((0, 1), (5, 19), 2), Shard(0)],  # inside experts
+    [RaggedShard((0,), (1, 3)), Shard(2)],  # tensor parallelism inside experts
+]
+
+
+@ranks(4)
+def test_expert_stacks_on_their_own_mesh_take_torch_muons_steps_beside_dense_matrices() -> None:
+    dense, experts = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_ep", "ep"))
+    shapes: list[Shape] = [(16, 12), (8, 6, 4), (8, 6, 4), (8, 6, 4)]
+    layouts = [(dense, [RaggedShard((0, 1), (7, 3, 0, 6))]), *((experts, placements) for placements in EXPERTS)]
+    weights = fulls(shapes, 99)
+    params = [nn.Parameter(shard(w, *layout)) for w, layout in zip(weights, layouts, strict=True)]
+    optimizer = Muon(params, lr=0.02, iteration_dtype=torch.float32)
+    with counted_matrices() as counted:
+        ours(optimizer, params, layouts, steps=3)
+    assert [borrowed.lender.num_buckets for borrowed in optimizer.borrowed()] == [1, 1]
+    assert collectives(optimizer) == 2 * (1 + 2)  # two each way along every axis of each mesh
+    total = torch.tensor(counted[0])
     dist.all_reduce(total)
-    assert total == 7 * 3
+    assert total == (1 + 3 * 8) * 3
+    check(params, reference_of_stacks(weights), layouts, 1e-6)
+
+
+def reference_of_stacks(weights: Sequence[Tensor]) -> list[Tensor]:
+    """torch.optim.Muon on each expert as a matrix of its own, for four steps."""
+    pieces = [weight.unbind() if weight.ndim == 3 else (weight,) for weight in weights]
+    params = [[nn.Parameter(piece.clone()) for piece in each] for each in pieces]
+    optimizer = torch.optim.Muon([param for each in params for param in each], lr=0.02)
+    with iterating_in(torch.float32):
+        for step in (0, 1, 2, 2):  # the fourth, with the gradients of the third, counted collectives
+            for each, grad in zip(params, fulls([w.shape for w in weights], step), strict=True):
+                for param, piece in zip(each, grad.unbind() if grad.ndim == 3 else (grad,), strict=True):
+                    param.grad = piece
+            optimizer.step()
+    return [torch.stack([p.detach() for p in each]) if len(each) > 1 else each[0].detach() for each in params]
 
 
 def collectives(optimizer: torch.optim.Optimizer) -> int:
@@ -351,4 +408,155 @@ def test_a_gradient_cut_otherwise_than_its_parameter_is_refused() -> None:
     optimizer = Muon([("w", param)])
     param.grad = shard(torch.zeros(4, 4), mesh, [Shard(0)])
     with pytest.raises(ValueError, match="w: expected a gradient with the parameter's placements"):
+        optimizer.step()
+
+
+@ranks(2)
+def test_a_gradient_cut_otherwise_on_one_rank_raises_on_all_and_moves_no_parameter() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    params = [nn.Parameter(shard(w, mesh, [RaggedShard((0,), (1, 3))])) for w in fulls([(4, 4)] * 2, 5)]
+    before = [param.to_local().clone() for param in params]  # type: ignore[attr-defined]
+    for index, param in enumerate(params):
+        cut: Any = Shard(0) if index == dist.get_rank() == 1 else RaggedShard((0,), (1, 3))
+        param.grad = shard(torch.ones(4, 4), mesh, [cut])
+    wanted = "w1: expected a gradient with" if dist.get_rank() == 1 else "Another rank failed"
+    with pytest.raises(ValueError, match=wanted):
+        Muon([("w0", params[0]), ("w1", params[1])]).step()
+    for param, old in zip(params, before, strict=True):
+        assert torch.equal(param.to_local(), old)  # type: ignore[attr-defined]
+
+
+@ranks(2)
+def test_state_of_another_cut_is_cut_anew_and_continues() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    cuts: list[Any] = [(mesh, [RaggedShard((0,), (1, 3))]), (mesh, [RaggedShard((0, 1), (5, 7))])]
+    (weight,) = fulls([(12, 6)], 99)
+    param = nn.Parameter(shard(weight, *cuts[0]))
+    optimizer = Muon([param], lr=0.02, iteration_dtype=torch.float32)
+    ours(optimizer, [param], cuts[:1], steps=2)
+    twin = nn.Parameter(shard(param.full_tensor().detach(), *cuts[1]))  # type: ignore[attr-defined]
+    other = Muon([twin], lr=0.02, iteration_dtype=torch.float32)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    ours(optimizer, [param], cuts[:1], steps=2)
+    ours(other, [twin], cuts[1:], steps=2)
+    torch.testing.assert_close(twin.full_tensor(), param.full_tensor(), rtol=1e-6, atol=1e-6)  # type: ignore[attr-defined]
+    other.state[twin]["momentum_buffer"] = torch.zeros(12, 6)
+    with pytest.raises(ValueError, match=r"params\[0\]: its state momentum_buffer is not on its mesh"):
+        ours(other, [twin], cuts[1:], steps=1)
+
+
+def plain(num: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(weight.to(dtype)) for weight in fulls([(6, 4)] * num, 5)]
+
+
+def give_gradients(params: Sequence[Tensor], seed: int, dtype: torch.dtype | None = None) -> None:
+    for param, grad in zip(params, fulls([p.shape for p in params], seed), strict=True):
+        param.grad = grad.to(dtype or param.dtype)
+
+
+def test_dtypes_side_by_side_take_the_steps_that_each_takes_alone() -> None:
+    dtypes = (torch.bfloat16, torch.float32, torch.float64)
+    together = [plain(1, dtype)[0] for dtype in dtypes]
+    alone = [plain(1, dtype)[0] for dtype in dtypes]
+    optimizers = [Muon(together), *(Muon([param]) for param in alone)]
+    for seed in range(2):
+        give_gradients([*together, *alone], seed)
+        for param, other in zip(alone, together, strict=True):
+            assert other.grad is not None
+            param.grad = other.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for param, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(param, other, rtol=5e-3, atol=5e-3)
+
+
+def test_float32_momentum_of_a_bfloat16_parameter_survives_a_state_dict() -> None:
+    (param,), (twin,) = plain(1, torch.bfloat16), plain(1, torch.bfloat16)
+    param.grad_dtype = torch.float32
+    optimizer, other = Muon([param]), Muon([twin])
+    give_gradients([param], 0, torch.float32)
+    optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state[twin]["momentum_buffer"].dtype == torch.float32
+    assert torch.equal(other.state[twin]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
+    assert other.state[twin]["momentum_buffer"] is not optimizer.state[param]["momentum_buffer"]
+
+
+def test_a_gradient_that_is_not_contiguous_counts_as_its_contiguous_copy() -> None:
+    (param,), (twin,) = plain(1), plain(1)
+    (grad,) = fulls([(4, 6)], 1)
+    param.grad, twin.grad = grad.T, grad.T.contiguous()
+    Muon([param]).step()
+    Muon([twin]).step()
+    assert torch.equal(param, twin)
+
+
+def test_a_parameter_that_is_not_contiguous_is_refused_before_anything_changes() -> None:
+    params = [*plain(1), nn.Parameter(torch.zeros(4, 6).T)]
+    give_gradients(params, 0)
+    before = params[0].detach().clone()
+    optimizer = Muon([("a", params[0]), ("b", params[1])])
+    with pytest.raises(ValueError, match="b: expected contiguous local memory"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+    assert not optimizer.state
+
+
+def test_options_changed_between_steps_count_from_the_next_step() -> None:
+    params, twins = plain(2), plain(2)
+    changed, fresh = Muon(params, lr=0.5), Muon(twins, lr=0.02, momentum=0.5, iteration_dtype=torch.float32)
+    changed.param_groups[0].update(lr=0.02, momentum=0.5, iteration_dtype=torch.float32)
+    for optimizer, group in ((changed, params), (fresh, twins)):
+        give_gradients(group, 0)
+        optimizer.step()
+    assert all(map(torch.equal, params, twins))
+
+
+def test_a_group_that_turns_to_adamw_starts_adamws_state() -> None:
+    params, twins = plain(1), plain(1)
+    optimizer, adamw = Muon(params, lr=0.0), torch.optim.AdamW(twins, lr=0.1)
+    give_gradients(params, 0)
+    optimizer.step()
+    optimizer.param_groups[0].update(algorithm="adamw", lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)
+    give_gradients(params, 1)
+    give_gradients(twins, 1)
+    optimizer.step()
+    adamw.step()
+    torch.testing.assert_close(params[0], twins[0])
+
+
+def test_frozen_parameters_rest_and_go_on_with_their_momentum() -> None:
+    params, twins = plain(2), plain(2)
+    optimizer, other = Muon(params, iteration_dtype=torch.float32), Muon(twins, iteration_dtype=torch.float32)
+    for seed, is_frozen in ((0, False), (1, True), (2, False)):
+        params[1].requires_grad_(not is_frozen)
+        give_gradients(params, seed)
+        give_gradients(twins, seed)
+        if is_frozen:
+            params[1].grad = twins[1].grad = None
+        optimizer.step()
+        other.step()
+    assert all(map(torch.equal, params, twins))
+    momentum = 0.05 * fulls([(6, 4)] * 2, 0)[1]
+    momentum = 0.95 * momentum + 0.05 * fulls([(6, 4)] * 2, 2)[1]
+    torch.testing.assert_close(optimizer.state[params[1]]["momentum_buffer"], momentum)
+
+
+def test_two_optimizers_on_one_model_take_the_steps_of_one_with_both_groups() -> None:
+    params, twins = plain(2), plain(2)
+    two = Muon(params[:1]), Muon(params[1:], lr=0.5)
+    one = Muon([{"params": twins[:1]}, {"params": twins[1:], "lr": 0.5}])
+    for seed in range(3):
+        give_gradients(params, seed)
+        give_gradients(twins, seed)
+        for optimizer in (*two, one):
+            optimizer.step()
+    for param, twin in zip(params, twins, strict=True):
+        torch.testing.assert_close(param, twin, rtol=5e-3, atol=5e-3)
+
+
+def test_parameters_appended_past_their_names_are_refused() -> None:
+    optimizer = Muon([("w", plain(1)[0])])
+    optimizer.param_groups[0]["params"] += plain(1)
+    with pytest.raises(ValueError, match=r"param_groups\[0\]: expected a name for each of 2 parameters, got 1"):
         optimizer.step()

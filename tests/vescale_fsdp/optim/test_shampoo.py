@@ -195,27 +195,60 @@ def test_state_continues_on_another_cut_and_other_owners() -> None:
     torch.testing.assert_close(twin.to_local(), shard(expected, *loaded).to_local())  # type: ignore[attr-defined]
 
 
-@ranks(4)
-def test_a_checkpoint_continues_on_another_cut_and_on_fewer_ranks() -> None:
-    everywhere = init_device_mesh("cpu", (4,))
-    saved = (everywhere, [RaggedShard((0,), (5, 1, 0, 6))])
-    param = nn.Parameter(shard(fulls(99)[0], *saved))
-    optimizer = Shampoo([param], **OPTIONS)
-    steps(optimizer, [param], [saved], range(3))
-    folder = broadcast(tempfile.mkdtemp() if dist.get_rank() == 0 else "")
-    dcp.save({"w": param, **optimizer.state[param]}, checkpoint_id=folder)
+MOVES: dict[str, tuple[tuple[Shape, list[Any]], tuple[Shape, list[Any]]]] = {
+    "to hybrid sharding": (
+        ((4,), [RaggedShard((0,), (5, 1, 0, 6))]),
+        ((2, 2), [Replicate(), RaggedShard((0,), (1, 2))]),
+    ),
+    "to tensor parallelism": (
+        ((4,), [RaggedShard((0,), (5, 1, 0, 6))]),
+        ((2, 2), [RaggedShard((0,), (1, 2)), Shard(1)]),
+    ),
+    "from tensor parallelism": (
+        ((2, 2), [StridedRaggedShard((0,), (1, 2), 2), Shard(0)]),
+        ((4,), [RaggedShard((0,), (5, 1, 0, 6))]),
+    ),
+}
 
-    loaded = (init_device_mesh("cpu", (2, 2)), [Replicate(), RaggedShard((0,), (1, 2))])
+
+@ranks(4)
+@pytest.mark.parametrize("move", MOVES)
+def test_a_checkpoint_continues_on_another_mesh_and_cut(move: str) -> None:
+    saved, loaded = ((init_device_mesh("cpu", sizes), placements) for sizes, placements in MOVES[move])
+    params = [nn.Parameter(shard(fulls(99)[0], *saved)) for _ in range(2)]
+    optimizer = Shampoo(params, **OPTIONS)
+    steps(optimizer, params, [saved] * 2, range(3))
+    folder = broadcast(tempfile.mkdtemp() if dist.get_rank() == 0 else "")
+    dcp.save({"w": params[1], **optimizer.state[params[1]]}, checkpoint_id=folder)
+
     twin = nn.Parameter(shard(torch.zeros(12, 10, dtype=torch.float64), *loaded))
     other = Shampoo([twin], **OPTIONS)
     steps(other, [twin], [loaded], [0])
     dcp.load({"w": twin, **other.state[twin]}, checkpoint_id=folder)
     steps(other, [twin], [loaded], range(3, 5))
-    expected = naive_shampoo(fulls(99)[0], [fulls(seed)[0] for seed in range(5)])
-    torch.testing.assert_close(twin.to_local(), shard(expected, *loaded).to_local())  # type: ignore[attr-defined]
+    grads = [fulls(seed, [(12, 10)] * 2)[1] for seed in range(3)] + [fulls(seed)[0] for seed in range(3, 5)]
+    torch.testing.assert_close(twin.to_local(), shard(naive_shampoo(fulls(99)[0], grads), *loaded).to_local())  # type: ignore[attr-defined]
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
+
+
+@ranks(4)
+def test_state_moves_when_parameters_that_are_added_give_it_other_owners() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    layout = (mesh, [RaggedShard((0,), (5, 1, 0, 6))])
+    params = [nn.Parameter(shard(fulls(99)[0], *layout)) for _ in range(3)]
+    optimizer = Shampoo(params[:1], **OPTIONS)
+    steps(optimizer, params[:1], [layout], range(2))
+    before = optimizer.state[params[0]]["factors"].placements
+    optimizer.add_param_group({"params": params[1:]})
+    for seed in range(2, 4):
+        for param in params:
+            param.grad = shard(fulls(seed)[0], *layout)
+        optimizer.step()
+    assert optimizer.state[params[0]]["factors"].placements != before
+    expected = naive_shampoo(fulls(99)[0], [fulls(seed)[0] for seed in range(4)])
+    torch.testing.assert_close(params[0].to_local(), shard(expected, *layout).to_local())  # type: ignore[attr-defined]
 
 
 def broadcast(text: str) -> str:
