@@ -141,6 +141,8 @@ class DataMesh:
 
     @cached_property
     def global_ranks(self) -> frozenset[int]:
+        if self.mesh.ndim == 1:  # the tensor of ranks cannot be read under FakeTensorMode
+            return frozenset(dist.get_process_group_ranks(self.mesh.get_group()))
         return frozenset(self.mesh.mesh.flatten().tolist())
 
     @cached_property
