@@ -35,6 +35,7 @@ def wrap(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh) -> FSDPMod
     assert_type(fully_shard(blocks, param_policy=whole_matrices, max_lanes=1), list[FSDPModule])
     root = fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(), ignored_params=[next(model.parameters())])
     assert_type(root, FSDPModule)
+    fully_shard(model, offload_policy=None)
     register_fsdp_forward_method(model, "generate")
     share_comm_ctx([root])
     return root
@@ -54,4 +55,6 @@ def train(model: nn.Module, root: FSDPModule, batches: list[torch.Tensor]) -> in
     print(explain(model))
     padding: float = report(model).padding_pct
     assert padding >= 0
+    peak: int | None = report(model).peak_nbytes
+    assert peak is None or peak > 0
     return (traffic(model) - traffic(model)).collectives

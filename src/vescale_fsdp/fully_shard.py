@@ -38,7 +38,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     param_policy: Callable[[str, nn.Parameter], ParamPolicy | None] | None = ...,
@@ -52,7 +52,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     param_policy: Callable[[str, nn.Parameter], ParamPolicy | None] | None = ...,
@@ -65,7 +65,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen; torch's default)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  (torch's default)
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008  (torch's default)
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     param_policy: Callable[[str, nn.Parameter], ParamPolicy | None] | None = None,
@@ -84,6 +84,7 @@ def fully_shard(
         parameter is sharded; its dim is not followed, since a ragged cut needs no dim that divides. Gradients of a
         DTensor with a smaller mesh than the call's (experts on data ranks) are divided by the size of the call's.
     mp_policy: dtypes of computation, reduction and outputs.
+    offload_policy: CPUOffloadPolicy keeps shards, gradients and optimizer states on the CPU; None is no offload.
     ignored_params: parameters that stay as they are.
     dp_mesh_dims: names of the data axes of `mesh`, on all of whose axes parameters are DTensors already.
     param_policy: fn(fqn, param) -> ParamPolicy or None: what may not be cut, block formats, optimizers. A parameter
