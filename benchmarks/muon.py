@@ -1,6 +1,6 @@
 """Muon's step: ours on fully_shard, torch.optim.Muon on FSDP2, and gathering every matrix on every rank. One run.
 
-    python benchmarks/muon.py [--json FILE] [--width 256] [--layers 4] [--rounds 9]
+    python benchmarks/muon.py [--json FILE] [--width 256] [--layers 6] [--rounds 9] [--quick]
 
 The same weights and gradients for all three; steps take turns, so that a busy machine hits all alike. On CPU, gloo and
 one thread per rank; every system iterates in bfloat16, as torch.optim.Muon does. What a step moves is counted, too.
@@ -38,9 +38,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="one layer of width 64, two rounds: does it run at all?")
     options = parser.parse_args()
+    if options.quick:
+        options.width, options.layers, options.rounds = 64, 1, 2
     report = {}
     for num_ranks in (2, 4):
         with tempfile.TemporaryDirectory() as folder:

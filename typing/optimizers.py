@@ -1,6 +1,7 @@
 """A user program about optimizers, checked by mypy --strict and never run."""
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import assert_type
 
 import torch
@@ -8,12 +9,15 @@ from torch import Tensor, nn
 
 from vescale_fsdp import fully_shard
 from vescale_fsdp.optim import (
+    BlockViews,
     Borrowed,
+    Kind,
     Lender,
     Matrix,
     MatrixOptimizer,
     Muon,
     Ownership,
+    PanelOptimizer,
     Replicas,
     Run,
     Shampoo,
@@ -35,7 +39,9 @@ muon = Muon(
     iteration_dtype=torch.float32,
     replicas=Replicas.SHARE,
 )
-shampoo = Shampoo(model.named_parameters(), lr=1e-3, max_preconditioner_dim=512, grafting="rmsprop")
+shampoo = Shampoo(
+    model.named_parameters(), lr=1e-3, max_preconditioner_dim=512, grafting="rmsprop", replicas=Replicas.SHARE
+)
 optimizers: list[torch.optim.Optimizer] = [muon, shampoo]
 assert_type(muon.explain(), str)
 assert_type(matrices_of((8, 4), split=(4, 4)), tuple[Matrix, ...])
@@ -66,3 +72,16 @@ class Sketch(MatrixOptimizer):
 
 
 Sketch(model.parameters(), {"lr": 0.1}).step()
+
+
+class Whitened(PanelOptimizer):
+    algorithm = "whitened"
+    kinds = MappingProxyType({"left": Kind.SIDES})
+
+    def update(self, grad_MN: Tensor, views: BlockViews, step: int) -> Tensor:
+        left_MM, _ = views["left"]
+        left_MM.lerp_(grad_MN @ grad_MN.mT, 1 / step)
+        return grad_MN / (1 + left_MM.trace())
+
+
+Whitened(model.parameters(), {"lr": 0.1, "weight_decay": 0.0}, max_block_dim=256, replicas=Replicas.REPEAT).step()
