@@ -124,6 +124,9 @@ class Layout:
         for lane in self.lanes:
             if lane.share % self.unit or lane.share % self.align:
                 raise PlanError(f"share {lane.share} is no multiple of unit {self.unit} and alignment {self.align}")
+        for i, numel in enumerate(numels):
+            if not numel:
+                self._check_tensor(names[i], self.lane_of[i], self.starts[i], 0, granularities[i])
         placed = sorted((self.lane_of[i], self.starts[i], i) for i, numel in enumerate(numels) if numel > 0)
         previous_lane, previous_end = -1, 0
         previous_name: object = ""
@@ -140,10 +143,12 @@ class Layout:
             raise PlanError(f"{name}: lies in lane {lane_index}, but there are {len(self.lanes)}")
         share = self.lanes[lane_index].share
         end = start + numel
-        if start % self.align:
+        if start < 0 or start % self.align:
             raise PlanError(f"{name}: starts at {start}, which is no multiple of {self.align}")
         if end > self.num_ranks * share:
             raise PlanError(f"{name}: ends at {end}, behind the {self.num_ranks} x {share} elements of its lane")
+        if not numel:
+            return
         cut = (start // share + 1) * share
         if cut < end and (cut - start) % granularity:
             raise PlanError(f"{name}: cut after {cut - start} elements, which splits a block of {granularity}")

@@ -131,6 +131,16 @@ def test_a_broken_plan_names_the_entry(path: tuple[str | int, ...], value: objec
         Plan.from_json(json.dumps(data))
 
 
+@pytest.mark.parametrize(
+    ("entry", "value"), [("lane", 1), ("lane", 10**30), ("lane", -1), ("start", -4), ("start", 99)]
+)
+def test_an_empty_tensor_lies_in_a_lane_too(entry: str, value: int) -> None:
+    data = json.loads(make_plan([("g", [ParamSpec("w", (8,)), ParamSpec("none", (0, 3))])], 2).to_json())
+    data["groups"][0]["tensors"][1][entry] = value
+    with pytest.raises(PlanError, match="none: "):
+        Plan.from_json(json.dumps(data))
+
+
 def test_a_missing_entry_is_named() -> None:
     data = json.loads(plan().to_json())
     del data["groups"][1]["unit"]
