@@ -67,13 +67,7 @@ def plan_groups(
         policy = _policy(each, param_policy)
         placed = placement_fn(each.param) if placement_fn is not None else None
         its_mesh = _mesh_of(each, placed, mesh, meshes)
-        home = Home.of(each.fqn, each.param, its_mesh)
-        each = replace(each, home=home)
-        if policy is not None and policy.format is not None and home.is_uneven:
-            raise NotImplementedError(
-                f"{each.fqn}: {home.around} on {home.mesh} leaves unequal parts of {tuple(each.param.shape)}, which "
-                f"format {policy.format!r} is not built for. Let param_policy give no format for it."
-            )
+        each = replace(each, home=Home.of(each.fqn, each.param, its_mesh))
         _check_blocks(each, policy)
         format = policy.format if policy is not None else None
         handed = format is not None and is_handed(each)
@@ -144,6 +138,11 @@ def _check_blocks(managed: ManagedParam, policy: ParamPolicy | None) -> None:
     home = managed.home
     if policy is None or home is None or home.given is None:
         return
+    if policy.format is not None and home.is_uneven:
+        raise NotImplementedError(
+            f"{managed.fqn}: {home.around} on {home.mesh} leaves unequal parts of {tuple(managed.param.shape)}, which "
+            f"format {policy.format!r} is not built for. Let param_policy give no format for it."
+        )
     cuts = [(each.dim, home.mesh.size(axis)) for axis, each in enumerate(home.around) if isinstance(each, Shard)]
     for name in (policy.format, policy.state_format):
         if name is not None:

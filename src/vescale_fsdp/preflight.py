@@ -116,7 +116,7 @@ def _heard(circle: Circle, found: DivergenceError | None, mine: Statement) -> Di
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, texts, group=group)
         texts = [each for part in parts for each in part]
-    if found is not None or (mine.is_error and all(each == text for each in texts)):
+    if all(each == text for each in texts):  # None of its own: the ranks of the mesh have the same error, too
         return found
     return DivergenceError(next(each for each in texts if each is not None))
 
