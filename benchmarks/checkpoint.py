@@ -15,6 +15,7 @@ of a round of its own, which is not timed.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import shutil
@@ -31,6 +32,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -46,6 +48,10 @@ MODEL = Path(__file__).parent / "models" / "deepseek-v3-671b.json"
 NUM_RANKS = 4
 WIDTH, DEPTH = (int(number) for number in os.environ.get("CHECKPOINT_SIZE", "4096,2").split(","))
 ROUNDS = 5
+
+LIBC = ctypes.CDLL(None)
+M_MMAP_THRESHOLD = -3
+"""What glibc maps by itself it also gives back, so that the resident set follows what is alive."""
 
 
 # scale
@@ -107,8 +113,9 @@ def local_plans(plan: GroupPlan) -> list[SavePlan]:
             for offsets, sizes, _ in flat_boxes(spec.shape, span.begin, span.end):
                 chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
                 data = TensorWriteData(chunk, properties, size)
-                items[rank].append(WriteItem(MetadataIndex(spec.fqn, chunk.offsets), WriteItemType.SHARD, data))
-    return [SavePlan(each) for each in items]
+                index = MetadataIndex(spec.fqn, chunk.offsets)
+                items[rank].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+    return [SavePlan(each, planner_data={}) for each in items]
 
 
 def global_plan(plans: list[SavePlan]) -> Metadata:
@@ -116,9 +123,10 @@ def global_plan(plans: list[SavePlan]) -> Metadata:
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, None, True)
     planner.mappings = {}
-    for plan in plans:
-        plan.planner_data = {}
-    return planner.create_global_plan(plans)[1]
+    final, metadata = planner.create_global_plan(plans)
+    places = enumerate(item.index for plan in final for item in plan.items)
+    metadata.storage_data = {index: _StorageInfo(f"__{number}_0.distcp", number, number) for number, index in places}
+    return metadata
 
 
 # compare
@@ -131,6 +139,7 @@ def compare() -> None:
 
 def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
+    LIBC.mallopt(M_MMAP_THRESHOLD, 1 << 16)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
     engines: dict[str, Callable[[nn.Module], nn.Module]] = {"fsdp2": fsdp2, "ours": fully_shard}
     models = {name: build(wrap) for name, wrap in engines.items()}
@@ -180,6 +189,7 @@ def works(model: nn.Module, optimizer: torch.optim.Optimizer, path: str) -> dict
 
 def measured(work: Callable[[], Any]) -> tuple[float, int]:
     """Seconds, and by how much the resident set of the rank where it rose most did rise."""
+    LIBC.malloc_trim(0)
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     before, begin = resident("VmRSS"), time.perf_counter()

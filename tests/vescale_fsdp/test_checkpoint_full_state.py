@@ -146,3 +146,21 @@ def test_what_rank_0_sends_takes_one_tensor_beside_the_shards(call: str) -> None
         else:
             set_model_state_dict(model, state, options=options)
     assert meter.peak_bytes - before < 2 * width * width * 4, meter.peak_bytes - before
+
+
+@ranks(2)
+def test_a_model_on_the_meta_device_never_holds_its_shards_twice() -> None:
+    width, depth = 128, 8
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    state = {fqn: torch.full((width, width), 2.0) for fqn in model.state_dict()} if dist.get_rank() == 0 else {}
+    tensor, meter = 4 * width * width, StepMeter(2)
+    with meter:
+        torch.zeros(1)
+        before = meter.peak_bytes
+        load_full_state(model, state)
+    assert meter.peak_bytes - before < depth * tensor / 2 + 2 * tensor, meter.peak_bytes - before
+    assert all(bool((param.full_tensor() == 2).all()) for param in model.parameters())

@@ -57,8 +57,10 @@ def test_training_goes_on_under_the_other_engine_bit_for_bit(direction: str) -> 
     source, target = (wrap(plain(seed)) for wrap, seed in zip(wraps[direction], (1, 2), strict=True))
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1 * n) for n, model in enumerate((source, target), 1)]
     train(source, optimizers[0])
+    source.count.fill_(7)
     with CommDebugMode() as comms:
         transfer_state(source, target, *optimizers)
+    assert target.count == 7
     if direction != "to single":
         assert not any("all_gather" in str(op) for op in comms.get_comm_counts()), comms.get_comm_counts()
     for model, optimizer in zip((source, target), optimizers, strict=True):
