@@ -37,8 +37,8 @@ def align_state(state: dict[str, Any], param: Tensor, name: str) -> None:
     Raises VescaleError for state on another mesh than the parameter's, or on none.
     """
     for key, value in state.items():
-        if not isinstance(param, DTensor) or not torch.is_tensor(value) or value.shape != param.shape:
-            continue
+        if not isinstance(param, DTensor) or not torch.is_tensor(value) or value.shape != param.shape or key == "step":
+            continue  # a count has the shape of a scalar parameter
         if not isinstance(value, DTensor) or value.device_mesh != param.device_mesh:
             raise VescaleError(
                 f"{name}: its state {key} is not on its mesh {param.device_mesh}. Load a state dict through "
