@@ -128,10 +128,11 @@ def test_rank_0_sends_a_full_state_dict_and_a_gathered_one_is_saved_by_torch_sav
 
 @ranks(2)
 @pytest.mark.parametrize("call", ["torch's", "ours"])
-def test_what_rank_0_sends_takes_one_tensor_beside_the_shards(call: str) -> None:
+def test_what_rank_0_sends_takes_a_few_tensors_beside_the_shards(call: str) -> None:
+    """One, and what gloo has not let go of yet; the model has twelve."""
     width = 128
     torch.manual_seed(1)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(12)))
     state = {fqn: torch.randn(width, width) for fqn in model.state_dict()} if dist.get_rank() == 0 else {}
     for layer in model:
         fully_shard(layer)
@@ -145,12 +146,12 @@ def test_what_rank_0_sends_takes_one_tensor_beside_the_shards(call: str) -> None
             load_full_state(model, state)
         else:
             set_model_state_dict(model, state, options=options)
-    assert meter.peak_bytes - before < 2 * width * width * 4, meter.peak_bytes - before
+    assert meter.peak_bytes - before < 4 * width * width * 4, meter.peak_bytes - before
 
 
 @ranks(2)
 def test_a_model_on_the_meta_device_never_holds_its_shards_twice() -> None:
-    width, depth = 128, 8
+    width, depth = 128, 12
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
     for layer in model:
@@ -162,5 +163,5 @@ def test_a_model_on_the_meta_device_never_holds_its_shards_twice() -> None:
         torch.zeros(1)
         before = meter.peak_bytes
         load_full_state(model, state)
-    assert meter.peak_bytes - before < depth * tensor / 2 + 2 * tensor, meter.peak_bytes - before
+    assert meter.peak_bytes - before < depth * tensor / 2 + 4 * tensor, meter.peak_bytes - before
     assert all(bool((param.full_tensor() == 2).all()) for param in model.parameters())
