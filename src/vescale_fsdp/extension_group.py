@@ -71,6 +71,7 @@ class ExtensionGroup(ParamGroup):
             self.streams.use(event)
             made = self._gather.make(gathering.wait(), self.compute_dtype, self._unsharded)
             self._unsharded = self._unsharded or self._as_parameters(made)
+            self.streams.done_with(self._lane)  # what was gathered has been read, and its memory is the lane's again
             self._pending = None
 
     def _as_parameters(self, tensors: list[torch.Tensor]) -> list[nn.Parameter]:

@@ -271,6 +271,8 @@ class ParamGroup:
             gathering, event = self._pending
             self.streams.use(event)
             gathering.wait()
+            if self.quantized is not None or self.all_gather_comm is not None:
+                self.streams.done_with(self._lane)  # what the wait read from is free now, and the lane's again
             self._pending = None
 
     def _whole_buffer(self) -> DBuffer:

@@ -213,10 +213,7 @@ class _QuantizedGathering(Gathering):
                     self._traffic.copied_bytes += self._sink.nbytes
                 else:
                     self._sink.settle(self._gathered)
-            if self._gathered.memory.is_cuda:
-                # Allocated on the gather's stream, read on this one: not to be reused before this one is done.
-                self._gathered.memory.record_stream(torch.cuda.current_stream())
-            self._gathered = None
+            self._gathered = None  # the group tells the lane, whose stream it was allocated in, that it has been read
         super().wait()
 
 

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from vescale_fsdp import MixedPrecisionPolicy, VescaleError, fully_shard
+from vescale_fsdp import MixedPrecisionPolicy, VescaleError, fully_shard, transfer
 from vescale_fsdp.state import find_state
+from vescale_fsdp.streams import Streams
 
 
 def wrapped(model: nn.Module, shard: Callable[..., object] = fully_shard, **kwargs: object) -> nn.Module:
@@ -463,3 +464,42 @@ def test_one_block_in_two_places_is_one_group_and_a_layer_in_two_blocks_is_refus
     other.blocks[1].norm = other.blocks[0].norm
     with pytest.raises(ValueError, match=r"norm.weight is the same parameter as norm.weight.*one group"):
         wrapped(other)
+
+
+class Recorder(Streams):
+    """Device streams that only write down what they are asked."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def gathered(self, lane: int) -> Any:
+        self.log.append("gathered")
+        return object()
+
+    def use(self, event: Any) -> None:
+        self.log.append("use")
+
+    def done_with(self, lane: int) -> None:
+        self.log.append("done")
+
+
+class Gather:
+    def allocate(self, size: tuple[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):  # type: ignore[no-untyped-def]
+        return transfer._torch.all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@pytest.mark.parametrize("comm", [None, "custom"])
+@ranks(2)
+def test_memory_that_a_gather_took_besides_the_whole_is_given_back_to_its_lane_in_order(comm: str | None) -> None:
+    model = nn.Linear(8, 8)
+    fully_shard(model)
+    (group,) = find_state(model).groups
+    group.streams = recorder = Recorder()
+    if comm:
+        model.set_custom_all_gather(Gather())
+    model.unshard()
+    model.reshard()
+    assert recorder.log == ["gathered", "use", *(["done"] if comm else []), "done"]

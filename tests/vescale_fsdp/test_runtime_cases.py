@@ -12,12 +12,14 @@ import torch.distributed as dist
 from ranks import ranks
 from small_models import Odd, Tower, batch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ragged_dtensor import init_full
-from vescale_fsdp import CPUOffloadPolicy, ShardedEMA, clip_grad_norm_, fully_shard
+from vescale_fsdp import CPUOffloadPolicy, ParamPolicy, ShardedEMA, clip_grad_norm_, fully_shard
 from vescale_fsdp.state import find_state
 
 
@@ -205,3 +207,44 @@ def test_initialising_by_name_after_sharding_equals_initialising_before(model_ty
     for (name, sharded), param in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(full(sharded), param), name
     assert torch.equal(model(batch(0, 2)).detach(), reference(batch(0, 2)).detach())
+
+
+@ranks(2)
+def test_a_rank_without_elements_is_materialised_from_meta_with_the_right_shape() -> None:
+    model = nn.Module()  # pytorch#164554
+    model.register_parameter("weight", nn.Parameter(torch.empty(1, 3, 4, device="meta")))
+    model.forward = lambda x: model.weight * x  # type: ignore[method-assign]
+    fully_shard(model, param_policy=lambda fqn, param: ParamPolicy(granularity="whole"))
+    model.to_empty(device="cpu")
+    local = model.weight.to_local()
+    assert tuple(local.shape) == ((1, 3, 4) if dist.get_rank() == 0 else (0, 3, 4))
+    assert local.device.type == model.weight.device.type == "cpu"
+    nn.init.ones_(model.weight)
+    assert torch.equal(full(model.weight.detach()), torch.ones(1, 3, 4))
+
+
+@pytest.mark.parametrize("outside", [True, False])
+@ranks(2)
+def test_two_forwards_of_checkpointed_blocks_before_one_backward_equal_the_reference(outside: bool) -> None:
+    reference = Tower()  # pytorch#153354, as DPO trains
+    model = copy.deepcopy(reference)
+    for index, block in enumerate(model.blocks):
+        if outside:
+            model.blocks[index] = checkpoint_wrapper(fully_shard(block))
+        else:
+            model.blocks[index] = fully_shard(checkpoint_wrapper(block))
+    fully_shard(model)
+    for each, rank in ((model, dist.get_rank()), (reference, None)):
+        first, second = each(batch(0, 2, rank)), each(batch(1, 2, rank))
+        (first.square() + second.pow(3)).mean().backward()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full(mine.grad), theirs.grad)
+
+
+@ranks(2)
+def test_no_offload_policy_is_no_offload_as_under_fsdp2() -> None:
+    for shard in (fully_shard, torch_fully_shard):
+        model = nn.Linear(4, 4)
+        shard(model, offload_policy=None)
+        model(batch(0, 1, width=4)).sum().backward()
+        assert model.weight.grad is not None

@@ -113,6 +113,21 @@ def test_collectives_equal_fsdp2_number_by_number(reshard: bool | None) -> None:
     assert counts[0] == counts[1]
 
 
+@ranks(4)
+def test_collectives_equal_fsdp2_when_two_ranks_keep_a_shard_after_forward() -> None:
+    counts = []
+    for shard in (fully_shard, torch_fully_shard):
+        model = Tower()
+        for block in model.blocks:
+            shard(block, reshard_after_forward=2)
+        shard(model)
+        for index in range(2):
+            with CommDebugMode() as mode:
+                step(model, batch(index, 4, 0))
+        counts.append({str(op): count for op, count in mode.comm_counts.items()})
+    assert counts[0] == counts[1]
+
+
 @ranks(2)
 def test_traffic_counts_what_the_plan_says() -> None:
     model = wrapped(Tower())
