@@ -97,6 +97,30 @@ class Tiling:
         tiles = blocks.reshape(stack, down, across, rows, columns).transpose(2, 3)
         return tiles.reshape(stack, down * rows, across * columns)[:, :height, :width].reshape(numel)
 
+    def split_into(self, piece: torch.Tensor, blocks: torch.Tensor) -> None:
+        """`split` into memory that lies ready, of any dtype: one copy unless there are edge blocks."""
+        tiles = self._tiles(piece)
+        if tiles is None:
+            blocks.copy_(self.split(piece))
+        else:
+            blocks.view(tiles.shape).copy_(tiles)
+
+    def join_into(self, blocks: torch.Tensor, piece: torch.Tensor) -> None:
+        """`join` into the flat tensor `piece`, of any dtype: one copy unless there are edge blocks."""
+        tiles = self._tiles(piece)
+        if tiles is None:
+            piece.copy_(self.join(blocks, piece.numel()))
+        else:
+            tiles.copy_(blocks.reshape(tiles.shape))
+
+    def _tiles(self, piece: torch.Tensor) -> torch.Tensor | None:
+        """The piece seen as (stack, down, across, rows, columns), if every block is full."""
+        stack, height, width = self._piece(piece.numel())
+        rows, columns = self._sizes
+        if height % rows or width % columns:
+            return None
+        return piece.view(stack, height // rows, rows, width // columns, columns).transpose(2, 3)
+
     def chunks(self, numel: int, most: int, *, multiple: int = 1) -> Iterator[tuple[int, int, int]]:
         """A piece of `numel` elements as (begin, end, first block) of pieces of about `most` elements each.
 

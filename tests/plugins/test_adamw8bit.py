@@ -177,3 +177,33 @@ def test_a_rare_large_gradient_does_not_blow_up_its_neighbours() -> None:
         param.grad[0, 0] = 1.0
         optimizer.step()
     assert (param - before).abs().max() <= 20 * 1e-3 * 1.1
+
+
+def test_blocks_of_many_parameters_are_updated_together_with_the_bits_of_each_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = ((64, 64), (33, 130), (70, 96), (5, 40, 40), (128, 64))
+    together, alone = with_gradient(*shapes), with_gradient(*shapes)
+    calls = []
+    encode_once = type(SIGNED).encode
+    optimizers = [AdamW8bit(together), *(AdamW8bit([param]) for param in alone)]
+    for optimizer in optimizers:
+        optimizer.step()
+    monkeypatch.setattr(type(SIGNED), "encode", lambda self, blocks: calls.append(1) or encode_once(self, blocks))
+    optimizers[0].step()
+    assert len(calls) == 2, "one call for each of both moments"
+    for optimizer in optimizers[1:]:
+        optimizer.step()
+    for one, two in zip(together, alone, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_what_fills_up_edge_blocks_never_changes_a_scale() -> None:
+    """The signed map's code 0 is -1 times the scale: decoded padding must not count as a largest magnitude."""
+    (param,) = with_gradient((33, 130))
+    optimizer = AdamW8bit([param], betas=(0.5, 0.999))
+    optimizer.step()
+    before = optimizer.state[param]["exp_avg_scales"].clone()
+    param.grad *= -0.5  # half of what is kept of the first gradient, the other way: nothing is left
+    optimizer.step()
+    assert (optimizer.state[param]["exp_avg_scales"] < 0.05 * before).all()

@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vescale_fsdp._torch import foreach_copy_
-from vescale_fsdp.block_format import BlockFormat, Encoded, decode
+from vescale_fsdp.block_format import BlockFormat
 from vescale_fsdp.errors import VescaleError
 from vescale_fsdp.plugins import registry
 from vescale_fsdp.policy import ParamPolicy
 
-from .blocks import BlockedParam, Chunk
+from .blocks import BlockedParam, Tiles
 from .lend import flat_local
 
 __all__ = ["AdamW8bit", "adamw_update"]
@@ -42,8 +42,8 @@ BLOCKED = ("exp_avg_codes", "exp_avg_scales", "exp_avg_sq_root_codes", "exp_avg_
 
 def adamw_update(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, group: Mapping[str, Any]
-) -> None:
-    """One AdamW step of flat float32 tensors, in place.
+) -> Tensor:
+    """One AdamW step of float32 tensors, in place; returns the root of the second moment.
 
     Each op rounds once and none is fused, so that an element's result does not depend on whether vector instructions or
     the remaining loop computed it, and therefore not on where a rank's piece begins and ends.
@@ -52,9 +52,11 @@ def adamw_update(
     lr = float(group["lr"])
     exp_avg.mul_(beta1).add_(grad * (1 - beta1))
     exp_avg_sq.mul_(beta2).add_((grad * grad).mul_(1 - beta2))
-    denominator = exp_avg_sq.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-    update = exp_avg.div(denominator).mul_(lr / (1 - beta1**step))
+    root = exp_avg_sq.sqrt()
+    denominator = root.div(math.sqrt(1 - beta2**step)).add_(group["eps"])
+    update = torch.div(exp_avg, denominator, out=denominator).mul_(lr / (1 - beta1**step))
     param.mul_(1 - lr * group["weight_decay"]).sub_(update)
+    return root
 
 
 class AdamW8bit(Optimizer):
@@ -116,18 +118,21 @@ class AdamW8bit(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             whole: dict[int, list[Tensor]] = defaultdict(list)
+            blocked: dict[int, list[BlockedParam]] = defaultdict(list)
             formats = self._formats_of(group)
             for name, param in zip(_names(self.param_groups, group), group["params"], strict=True):
                 if param.grad is None:
                     continue
                 step = self._begin_step(name, param, formats)
                 if param in self._blocked:
-                    assert formats is not None
-                    self._step_blocked(self._blocked[param], step, group, formats)
+                    blocked[step].append(self._blocked[param])
                 else:
                     whole[step].append(param)
             for step, params in whole.items():
                 self._step_whole(params, step, group)
+            for step, each in blocked.items():
+                assert formats is not None
+                self._step_blocked(each, step, group, formats)
         return loss
 
     def load_state_dict(self, state_dict: State) -> None:
@@ -185,24 +190,35 @@ class AdamW8bit(Optimizer):
         return int(state["step"].item())
 
     def _step_blocked(
-        self, blocked: BlockedParam, step: int, group: State, formats: tuple[BlockFormat, BlockFormat]
+        self, params: list[BlockedParam], step: int, group: State, formats: tuple[BlockFormat, BlockFormat]
     ) -> None:
-        """Decode, update and encode again, a chunk of blocks at a time."""
+        """Decode, update and encode again: blocks of all parameters together, as many at a time as stay in cache."""
+        local = {each: self._local(each) for each in params}
+        for tiles in Tiles.batches([each for each in params if each.numel]):
+            values, grads, codes, scales, root_codes, root_scales = zip(
+                *(local[chunk.param] for chunk in tiles.chunks), strict=True
+            )
+            exp_avg = formats[0].decode(tiles.load(codes, torch.uint8), tiles.load_scales(scales))
+            root = formats[1].decode(tiles.load(root_codes, torch.uint8), tiles.load_scales(root_scales))
+            for state in (exp_avg, root):
+                tiles.clear_padding(state)
+            wide = tiles.load(values, torch.float32)
+            root = adamw_update(wide, tiles.load(grads, torch.float32), exp_avg, root.mul_(root), step, group)
+            tiles.store(wide, values)
+            for format, state, to_codes, to_scales in (
+                (formats[0], exp_avg, codes, scales),
+                (formats[1], root, root_codes, root_scales),
+            ):
+                new_codes, new_scales = format.encode(state)
+                tiles.store(new_codes, to_codes)
+                tiles.store_scales(new_scales, to_scales)
+
+    def _local(self, blocked: BlockedParam) -> tuple[Tensor, ...]:
+        """Flat local values and gradient, then the state in the order of BLOCKED: views to write into."""
         param, grad, name = blocked.param, blocked.param.grad, blocked.name
         assert grad is not None
-        values, slope = flat_local(param, name), flat_local(grad, name)
-        codes, scales, root_codes, root_scales = (_local(self.state[param][key]) for key in BLOCKED)
-        for chunk in blocked.chunks():
-            at = slice(chunk.elements.begin, chunk.elements.end)
-            exp_avg = _load(blocked, formats[0], codes, scales, chunk)
-            root = _load(blocked, formats[1], root_codes, root_scales, chunk)
-            exp_avg_sq = root * root
-            wide = values[at].float()
-            adamw_update(wide, slope[at].float(), exp_avg, exp_avg_sq, step, group)
-            if wide.dtype != values.dtype:
-                values[at] = wide
-            blocked.store(formats[0], exp_avg, codes, scales, chunk)
-            blocked.store(formats[1], exp_avg_sq.sqrt_(), root_codes, root_scales, chunk)
+        state = (_local(self.state[param][key]).view(-1) for key in BLOCKED)
+        return flat_local(param, name), flat_local(grad, name), *state
 
     def _step_whole(self, params: list[Tensor], step: int, group: State) -> None:
         """All parameters with float32 moments at once, as one flat tensor: they are small."""
@@ -234,12 +250,6 @@ class AdamW8bit(Optimizer):
 def is_in_blocks(param: Tensor, min_numel: int) -> bool:
     """Whether the parameter's state is kept in blocks: decided from its global shape."""
     return param.ndim >= 2 and param.numel() >= max(min_numel, 1) and param.is_floating_point()
-
-
-def _load(blocked: BlockedParam, format: BlockFormat, codes: Tensor, scales: Tensor, chunk: Chunk) -> Tensor:
-    elements, blocks = chunk.elements, chunk.blocks
-    encoded = Encoded(codes.view(-1)[elements.begin : elements.end], scales[blocks.begin : blocks.end])
-    return decode(format, encoded, tuple(blocked.param.shape), len(elements))
 
 
 def _local(tensor: Tensor) -> Tensor:

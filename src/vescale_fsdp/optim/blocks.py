@@ -12,8 +12,10 @@ that all raise or none does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,18 +27,25 @@ from vescale_fsdp.errors import VescaleError
 from vescale_fsdp.layout import Span
 from vescale_fsdp.tiling import Tiling
 
-__all__ = ["BlockedParam", "Chunk"]
+__all__ = ["BlockedParam", "Chunk", "Tiles"]
 
-CHUNK_NUMEL = 1 << 18
+CHUNK_NUMEL = 1 << 17
 """Elements that are decoded at a time: what a step needs beyond its state stays small, and near in cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A run of a rank's elements, and the run of its blocks that holds them."""
+    """A run of a rank's elements of one parameter, and the run of its blocks that holds them."""
 
+    param: BlockedParam
     elements: Span
     blocks: Span
+
+    def elements_of(self, flat: Tensor) -> Tensor:
+        return flat.narrow(0, self.elements.begin, len(self.elements))
+
+    def blocks_of(self, scales: Tensor) -> Tensor:
+        return scales.narrow(0, self.blocks.begin, len(self.blocks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +63,7 @@ class BlockedParam:
         if self._sharding is not None:
             self._check_cuts(self._sharding[1])
 
-    @property
+    @cached_property
     def tiling(self) -> Tiling:
         return Tiling(self.block, tuple(self.param.shape))
 
@@ -69,24 +78,24 @@ class BlockedParam:
         tiling = self.tiling
         codes = torch.empty(local.shape, dtype=torch.uint8, device=local.device)
         scales = torch.empty(tiling.count(local.numel()), dtype=format.scale_dtype, device=local.device)
-        for chunk in self.chunks():
-            self.store(format, torch.zeros(len(chunk.elements), device=local.device), codes, scales, chunk)
+        for chunk in self.chunks:
+            zeros = torch.zeros(len(chunk.elements), device=local.device)
+            encoded = encode(format, zeros, tuple(self.param.shape))
+            chunk.elements_of(codes.view(-1)).copy_(encoded.payload)
+            chunk.blocks_of(scales).copy_(encoded.scales)
         if not isinstance(self.param, DTensor):
             return codes, scales
         whole = tiling.num_blocks
         return self._place(codes, self.param.placements), self._place(scales, self._scale_placements(), (whole,))
 
-    def store(self, format: BlockFormat, values: Tensor, codes: Tensor, scales: Tensor, chunk: Chunk) -> None:
-        """Encode the values of a chunk into local `codes` and `scales`."""
-        encoded = encode(format, values, tuple(self.param.shape))
-        codes.view(-1)[chunk.elements.begin : chunk.elements.end] = encoded.payload
-        scales[chunk.blocks.begin : chunk.blocks.end] = encoded.scales
-
-    def chunks(self) -> Iterator[Chunk]:
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
         """This rank's elements in runs of whole blocks."""
         tiling = self.tiling
-        for begin, end, block in tiling.chunks(self.numel, CHUNK_NUMEL):
-            yield Chunk(Span(begin, end), Span(block, block + tiling.count(end - begin)))
+        return tuple(
+            Chunk(self, Span(begin, end), Span(block, block + tiling.count(end - begin)))
+            for begin, end, block in tiling.chunks(self.numel, CHUNK_NUMEL)
+        )
 
     @property
     def _sharding(self) -> tuple[int, RaggedShard] | None:
@@ -134,3 +143,59 @@ class BlockedParam:
         size = torch.Size(shape) if shape is not None else self.param.shape
         stride = torch.empty(size, device="meta").stride()
         return DTensor.from_local(local, self.param.device_mesh, placements, run_check=False, shape=size, stride=stride)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Chunks of several parameters as one tensor of whole blocks, (blocks, elements of a block): one update for all."""
+
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def batches(cls, params: Sequence[BlockedParam]) -> Iterator[Tiles]:
+        """All chunks of all parameters, about CHUNK_NUMEL elements at a time."""
+        batch: list[Chunk] = []
+        numel = 0
+        for chunk in (chunk for param in params for chunk in param.chunks):
+            if batch and numel + len(chunk.elements) > CHUNK_NUMEL:
+                yield cls(tuple(batch))
+                batch, numel = [], 0
+            batch.append(chunk)
+            numel += len(chunk.elements)
+        if batch:
+            yield cls(tuple(batch))
+
+    def load(self, flats: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Each chunk's elements, of the flat tensor beside it, as blocks; edge blocks are filled up with zeros."""
+        block_numel = self.chunks[0].param.tiling.block_numel
+        blocks = torch.empty(self._ends[-1], block_numel, dtype=dtype, device=flats[0].device)
+        for chunk, flat, rows in zip(self.chunks, flats, self._rows(blocks), strict=True):
+            chunk.param.tiling.split_into(chunk.elements_of(flat), rows)
+        return blocks
+
+    def store(self, blocks: Tensor, flats: Sequence[Tensor]) -> None:
+        """Write the blocks' elements back."""
+        for chunk, flat, rows in zip(self.chunks, flats, self._rows(blocks), strict=True):
+            chunk.param.tiling.join_into(rows, chunk.elements_of(flat))
+
+    def clear_padding(self, blocks: Tensor) -> None:
+        """Zero what fills up edge blocks: a code of zero bits need not decode to zero."""
+        for chunk, rows in zip(self.chunks, self._rows(blocks), strict=True):
+            tiling, numel = chunk.param.tiling, len(chunk.elements)
+            if numel < rows.numel():
+                rows.copy_(tiling.split(tiling.join(rows, numel)))
+
+    def load_scales(self, scales: Sequence[Tensor]) -> Tensor:
+        return torch.cat([chunk.blocks_of(each) for chunk, each in zip(self.chunks, scales, strict=True)])
+
+    def store_scales(self, values: Tensor, scales: Sequence[Tensor]) -> None:
+        for chunk, each, mine in zip(self.chunks, scales, self._rows(values), strict=True):
+            chunk.blocks_of(each).copy_(mine)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(len(chunk.blocks) for chunk in self.chunks))
+
+    def _rows(self, blocks: Tensor) -> Iterator[Tensor]:
+        for chunk, end in zip(self.chunks, self._ends, strict=True):
+            yield blocks.narrow(0, end - len(chunk.blocks), len(chunk.blocks))
