@@ -155,6 +155,7 @@ def test_micro_batches_in_bfloat16_add_up_in_float32_whatever_is_deferred(defer:
             model.set_requires_gradient_sync(last)
         model(batch(step, 4, dist.get_rank()), late=last).float().square().mean().backward()
         reference(batch(step, 4), late=last).square().mean().backward()
+    model.reshard()
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert mine.grad.dtype == torch.float32
         torch.testing.assert_close(full(mine.grad), theirs.grad, rtol=3e-2, atol=3e-2)
