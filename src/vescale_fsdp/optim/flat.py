@@ -28,6 +28,8 @@ __all__ = ["flat"]
 Group = dict[str, Any]
 EXACT_ON_CPU = (torch.float32, torch.float64)
 """Dtypes in which CPU kernels give an element the same bits wherever it stands; others round in vectors only."""
+SMALL = 1 << 20
+"""Elements that are stepped together in any case: their temporaries do not count, but Python's time does."""
 
 
 def flat(optimizer: Optimizer, model: nn.Module) -> Optimizer:
@@ -206,6 +208,7 @@ def _settings(group: Group) -> Group:
 def _batches(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
     """Segments of one group, together no larger than the largest: temporaries of a step are not the whole model's."""
     limit = max((segment.param.numel() for segment in segments), default=0)
+    limit = max(limit, SMALL)
     batch: list[Segment] = []
     numel = 0
     for segment in segments:
