@@ -13,6 +13,7 @@ from vescale_fsdp.cli.errors import OneLineErrors
 from vescale_fsdp.cli.migrate import migrate
 from vescale_fsdp.cli.plan import plan
 from vescale_fsdp.cli.plugins import plugins
+from vescale_fsdp.cli.simulate import simulate
 from vescale_fsdp.cli.train import train
 
 __all__ = ["app"]
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(plan)
 app.command()(advise)
+app.command()(simulate)
 app.command()(plugins)
 app.command()(migrate)
 
