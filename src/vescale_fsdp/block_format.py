@@ -19,19 +19,25 @@ import torch
 
 from ragged_dtensor.granularity import ELEMENT, Granularity
 
+from .errors import PluginError, VescaleError
 from .packing import codes_per_pack, pack, packed_numel, unpack
 from .tiling import Tiling
 
 __all__ = [
     "BlockFormat",
     "Encoded",
+    "check_format",
     "decode",
+    "decode_blocks",
     "decode_into",
     "encode",
+    "encode_blocks",
     "encode_into",
     "granularity_of",
     "payload_nbytes",
 ]
+
+MAX_SCALE_NBYTES = 8
 
 CHUNK_NUMEL = 1 << 18
 """Elements that are encoded or decoded at a time: float32 copies of them stay small, and near in cache."""
@@ -79,6 +85,46 @@ class Encoded:
         return self.payload.nbytes + self.scales.nbytes
 
 
+def check_format(format: BlockFormat) -> None:
+    """Raise VescaleError unless what the format says of itself can be planned with."""
+    Tiling(format.block_shape, ())
+    codes_per_pack(format.bits)
+    if not isinstance(format.scale_dtype, torch.dtype) or format.scale_dtype.itemsize > MAX_SCALE_NBYTES:
+        raise VescaleError(
+            f"{format.name}: scale_dtype is a torch.dtype of at most {MAX_SCALE_NBYTES} bytes, got "
+            f"{format.scale_dtype!r}"
+        )
+
+
+def encode_blocks(format: BlockFormat, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The format's own `encode`, checked: float32 (B, N) -> codes (B, N), scales (B,)."""
+    made = format.encode(blocks)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise PluginError(f"{format.name}: encode gives (codes, scales), got {type(made).__name__}")
+    _check(format, "codes of encode", made[0], blocks.shape, torch.uint8, blocks.device)
+    _check(format, "scales of encode", made[1], blocks.shape[:1], format.scale_dtype, blocks.device)
+    return made
+
+
+def decode_blocks(format: BlockFormat, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The format's own `decode`, checked in the same way; codes (B, N), scales (B,) -> float32 (B, N)."""
+    values = format.decode(codes, scales)
+    _check(format, "result of decode", values, codes.shape, torch.float32, codes.device)
+    return values
+
+
+def _check(
+    format: BlockFormat, what: str, found: object, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> None:
+    if not isinstance(found, torch.Tensor):
+        raise PluginError(f"{format.name}: the {what} is a {type(found).__name__}, not a tensor")
+    if (found.shape, found.dtype, found.device) != (shape, dtype, device):
+        raise PluginError(
+            f"{format.name}: expected the {what} as {dtype} {tuple(shape)} on {device}, got {found.dtype} "
+            f"{tuple(found.shape)} on {found.device}. vescale_fsdp.testing.BlockFormatContract finds such mistakes."
+        )
+
+
 def granularity_of(format: BlockFormat, shape: tuple[int, ...]) -> Granularity:
     """What may not be cut of a tensor of `shape`: whole blocks, and whole bytes of payload."""
     numel = math.lcm(Tiling(format.block_shape, shape).granularity, codes_per_pack(format.bits))
@@ -96,7 +142,7 @@ def payload_nbytes(format: BlockFormat, numel: int) -> int:
 def encode(format: BlockFormat, piece: torch.Tensor, shape: tuple[int, ...]) -> Encoded:
     """Encode a flat, floating-point piece of a tensor of `shape`. Works on the piece alone: no communication."""
     tiling = Tiling(format.block_shape, shape)
-    codes, scales = format.encode(tiling.split(piece.detach().float()))
+    codes, scales = encode_blocks(format, tiling.split(piece.detach().float()))
     return Encoded(pack(tiling.join(codes, piece.numel()), format.bits), scales)
 
 
@@ -106,7 +152,7 @@ def decode(
     """The flat piece of `numel` elements that `encoded` stands for: float32 products, rounded once to `dtype`."""
     tiling = Tiling(format.block_shape, shape)
     codes = tiling.split(unpack(encoded.payload, format.bits, numel))
-    return tiling.join(format.decode(codes, encoded.scales), numel).to(dtype)
+    return tiling.join(decode_blocks(format, codes, encoded.scales), numel).to(dtype)
 
 
 def encode_into(

@@ -142,6 +142,7 @@ class Registry:
                     raise PluginError(
                         f"plugin of {distribution}: {hook} gave {value!r}, which is no {protocol.__name__}"
                     )
+                _check_value(value, hook, distribution)
                 name: str = value.name
                 if name in found:
                     other = found[name].distribution
@@ -161,6 +162,18 @@ def _call(function: Callable[[], Any], hook: str, distribution: str) -> list[Any
         return list(function())
     except Exception as error:  # a plugin may raise anything
         raise PluginError(f"plugin of {distribution}: {hook} failed: {error!r}") from error
+
+
+def _check_value(value: object, hook: str, distribution: str) -> None:
+    """What would fail later, far from the plugin's name."""
+    name = getattr(value, "name", None)
+    if not isinstance(name, str) or not name or ":" in name:
+        raise PluginError(f"plugin of {distribution}: {hook} gave {value!r}, whose name {name!r} cannot be asked for")
+    if isinstance(value, BlockFormat):
+        try:
+            block_format.check_format(value)
+        except Exception as error:  # attributes of a plugin may be anything
+            raise PluginError(f"plugin of {distribution}: {hook} gave {name!r}: {error}") from error
 
 
 def _distribution(point: EntryPoint) -> str:

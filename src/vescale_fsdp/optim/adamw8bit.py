@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vescale_fsdp._torch import foreach_copy_
-from vescale_fsdp.block_format import BlockFormat
+from vescale_fsdp.block_format import BlockFormat, decode_blocks, encode_blocks
 from vescale_fsdp.errors import VescaleError
 from vescale_fsdp.plugins import registry
 from vescale_fsdp.policy import ParamPolicy
@@ -198,8 +198,8 @@ class AdamW8bit(Optimizer):
             values, grads, codes, scales, root_codes, root_scales = zip(
                 *(local[chunk.param] for chunk in tiles.chunks), strict=True
             )
-            exp_avg = formats[0].decode(tiles.load(codes, torch.uint8), tiles.load_scales(scales))
-            root = formats[1].decode(tiles.load(root_codes, torch.uint8), tiles.load_scales(root_scales))
+            exp_avg = decode_blocks(formats[0], tiles.load(codes, torch.uint8), tiles.load_scales(scales))
+            root = decode_blocks(formats[1], tiles.load(root_codes, torch.uint8), tiles.load_scales(root_scales))
             for state in (exp_avg, root):
                 tiles.clear_padding(state)
             wide = tiles.load(values, torch.float32)
@@ -209,7 +209,7 @@ class AdamW8bit(Optimizer):
                 (formats[0], exp_avg, codes, scales),
                 (formats[1], root, root_codes, root_scales),
             ):
-                new_codes, new_scales = format.encode(state)
+                new_codes, new_scales = encode_blocks(format, state)
                 tiles.store(new_codes, to_codes)
                 tiles.store_scales(new_scales, to_scales)
 
