@@ -19,6 +19,7 @@ from gpt_models import GPT, Shape
 from live_bytes import LiveBytes, live_now
 from ranks import ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
@@ -198,6 +199,7 @@ def test_parameters_and_two_moments_take_their_share_of_twelve_bytes_an_element(
 @ranks(1)
 def test_a_model_without_memory_trains_over_ranks_that_do_not_exist() -> None:
     on_rank_0_of(256)
+    mesh = init_device_mesh("cpu", (256,))
     with FakeTensorMode():
-        _, _, step = wrapped(SIX_EXPERTS, fully_shard)
+        _, _, step = wrapped(SIX_EXPERTS, fully_shard, mesh=mesh)
         step(0)
