@@ -102,6 +102,7 @@ class MatrixOptimizer(Optimizer):
                 )
 
     def add_param_group(self, param_group: Group) -> None:
+        param_group = dict(param_group)  # groups may be given to several optimizers, which have defaults of their own
         algorithm = param_group.setdefault("algorithm", self.algorithm)
         if algorithm not in (self.algorithm, "adamw"):
             raise VescaleError(f'"algorithm": expected "{self.algorithm}" or "adamw", got {algorithm!r}.')

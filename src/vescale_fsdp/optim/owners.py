@@ -17,6 +17,8 @@ __all__ = ["Ownership", "best_load", "select_owners"]
 SLACK = 1.05
 # LPT's result is taken as it is when it is this close to the bound; a search costs matrices x ranks.
 CLOSE = 1.01
+# So many matrices of two ranks are divided anew by trying every division.
+MOST_TRIED = 16
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,10 @@ def _by_holding(ranks: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _balance(costs: Sequence[int], num_ranks: int, pinned: Sequence[int | None]) -> Ownership:
-    """LPT; and where its largest load is not proved best, a search for a smaller one (MULTIFIT)."""
+    """LPT; where its largest load is not proved best, a search for a smaller one (MULTIFIT), then pair by pair."""
     best = _assign(costs, num_ranks, pinned, [()] * len(costs), 0)
     low, high = best_load(costs, num_ranks), best.max_load
+    enough = int(CLOSE * low)
     for _ in range(12):
         if high <= CLOSE * low:
             break
@@ -92,7 +95,7 @@ def _balance(costs: Sequence[int], num_ranks: int, pinned: Sequence[int | None])
             low = capacity + 1
         else:
             best, high = packed, packed.max_load
-    return best
+    return _even_out(costs, best, pinned, enough)
 
 
 def _assign(
@@ -131,6 +134,44 @@ def _first_fit(costs: Sequence[int], num_ranks: int, pinned: Sequence[int | None
         owners[index] = rank
         loads[rank] += costs[index]
     return Ownership(tuple(owners), tuple(loads))
+
+
+def _even_out(costs: Sequence[int], best: Ownership, pinned: Sequence[int | None], enough: int) -> Ownership:
+    """Divide the matrices of the busiest rank and of another anew between the two, as long as that helps."""
+    by_rank: list[list[int]] = [[] for _ in best.loads]
+    for index, rank in enumerate(best.owners):
+        by_rank[rank].append(index)
+    loads = list(best.loads)
+    while max(loads) > enough:
+        busiest = loads.index(max(loads))
+        for other in sorted(range(len(loads)), key=lambda rank: (loads[rank], rank)):
+            halves = _halves(costs, by_rank[busiest], by_rank[other], pinned)
+            sums = [sum(costs[index] for index in half) for half in halves]
+            if max(sums) < loads[busiest]:
+                by_rank[busiest], by_rank[other] = halves
+                loads[busiest], loads[other] = sums
+                break
+        else:
+            break
+    owners = {index: rank for rank, indices in enumerate(by_rank) for index in indices}
+    return Ownership(tuple(owners[index] for index in range(len(costs))), tuple(loads))
+
+
+def _halves(
+    costs: Sequence[int], one: Sequence[int], other: Sequence[int], pinned: Sequence[int | None]
+) -> tuple[list[int], list[int]]:
+    """The evenest division of two ranks' matrices, the pinned ones where they are; of a few, since all are tried."""
+    free = [index for index in (*one, *other) if pinned[index] is None]
+    if len(free) > MOST_TRIED or one is other:
+        return list(one), list(other)
+    kept = [[index for index in half if pinned[index] is not None] for half in (one, other)]
+    subsets: dict[int, tuple[int, ...]] = {sum(costs[index] for index in kept[0]): ()}
+    for index in free:
+        for load, chosen in list(subsets.items()):
+            subsets.setdefault(load + costs[index], (*chosen, index))
+    total = sum(costs[index] for index in (*one, *other))
+    chosen = subsets[min(subsets, key=lambda load: (max(load, total - load), load))]
+    return [*kept[0], *chosen], [*kept[1], *(index for index in free if index not in chosen)]
 
 
 def _place_pinned(costs: Sequence[int], num_ranks: int, pinned: Sequence[int | None]) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from mesh_models import Meshes
 from ranks import ranks
 from sharding import shard
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import vescale_fsdp.optim.muon as muon_module
 from ragged_dtensor import RaggedShard, StridedRaggedShard
+from vescale_fsdp import fully_shard
 from vescale_fsdp.optim import Muon, Replicas, matrix_groups
 
 Shape = tuple[int, ...]
@@ -180,13 +182,39 @@ def test_expert_stacks_on_their_own_mesh_take_torch_muons_steps_beside_dense_mat
     check(params, reference_of_stacks(weights), layouts, 1e-6)
 
 
-def reference_of_stacks(weights: Sequence[Tensor]) -> list[Tensor]:
-    """torch.optim.Muon on each expert as a matrix of its own, for four steps."""
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(12, 16, bias=False)
+        self.experts = nn.Module()
+        self.experts.register_parameter("up", nn.Parameter(fulls([(4, 6, 5)], 99)[0]))
+
+
+@ranks(4)
+def test_experts_that_fully_shard_cut_on_their_own_mesh_take_torch_muons_steps_beside_dense_ones() -> None:
+    meshes = Meshes.of(None, 2, 2, 1)
+    module: Any = Mixture()
+    with torch.no_grad():
+        module.dense.weight.copy_(fulls([(16, 12)], 98)[0])
+    weights = [param.detach().clone() for param in module.parameters()]
+    module.experts.up = nn.Parameter(distribute_tensor(module.experts.up.detach(), meshes.ep, [Shard(0)]))
+    fully_shard(module.experts, mesh=meshes.expert_data)
+    fully_shard(module, mesh=meshes.data)
+    params = list(module.parameters())
+    layouts = [(param.device_mesh, param.placements) for param in params]
+    optimizer = Muon(module.named_parameters(), lr=0.02, iteration_dtype=torch.float32)
+    ours(optimizer, params, layouts, steps=3)
+    assert len(optimizer.borrowed()) == 2
+    check(params, reference_of_stacks(weights, seeds=(0, 1, 2)), layouts, 1e-6)
+
+
+def reference_of_stacks(weights: Sequence[Tensor], seeds: Sequence[int] = (0, 1, 2, 2)) -> list[Tensor]:
+    """torch.optim.Muon on each expert as a matrix of its own; the last seed twice: collectives are counted, too."""
     pieces = [weight.unbind() if weight.ndim == 3 else (weight,) for weight in weights]
     params = [[nn.Parameter(piece.clone()) for piece in each] for each in pieces]
     optimizer = torch.optim.Muon([param for each in params for param in each], lr=0.02)
     with iterating_in(torch.float32):
-        for step in (0, 1, 2, 2):  # the fourth, with the gradients of the third, counted collectives
+        for step in seeds:
             for each, grad in zip(params, fulls([w.shape for w in weights], step), strict=True):
                 for param, piece in zip(each, grad.unbind() if grad.ndim == 3 else (grad,), strict=True):
                     param.grad = piece
