@@ -181,6 +181,7 @@ class Lender:
                 turn.absent = self._agreement.settle(out.notes[1:], turn.absent)
             if back is not None:  # before the next bucket sets out: two are here at a time, not three
                 self._deliver(index - 1, self._arrive(back, turn), write, turn)
+                back = None  # and what it brought is let go
             out = self._depart(index + 1, read, turn) if index + 1 < self.num_buckets else None
             back = self._passage(self._hops[index][1], self._compute(index, chunks, compute, turn), turn)
         if back is not None:

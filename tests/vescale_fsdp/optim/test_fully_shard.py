@@ -11,11 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
+from small_models import Tower, batch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from vescale_fsdp import fully_shard
 from vescale_fsdp.optim import Muon, Replicas, Shampoo, matrix_groups, whole_matrices
@@ -132,6 +140,62 @@ def test_state_dicts_of_torchs_checkpoint_api_continue_training(name: str) -> No
         train(module, optimizer, share())
     for one, other in zip(*(module.parameters() for module in modules), strict=True):
         assert torch.equal(one.to_local(), other.to_local())  # type: ignore[attr-defined]
+
+
+@ranks(4)
+@pytest.mark.parametrize("name", ["muon", "shampoo"])
+def test_a_full_state_dict_continues_training_on_another_mesh(name: str) -> None:
+    make: Callable[[nn.Module], torch.optim.Optimizer] = {"muon": muon, "shampoo": shampoo}[name]
+    modules = [model(), model()]
+    sizes: list[tuple[int, ...]] = [(4,), (2, 2)]
+    for module, mesh_sizes in zip(modules, sizes, strict=True):
+        for layer in module:
+            layer.unused.requires_grad_(False)
+            names = ("dp_replicate", "dp_shard")[-len(mesh_sizes) :]
+            fully_shard(layer, mesh=init_device_mesh("cpu", mesh_sizes, mesh_dim_names=names))
+    optimizers = [make(module) for module in modules]
+    train(modules[0], optimizers[0], share())
+    whole = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(modules[1], get_model_state_dict(modules[0], options=whole), options=whole)
+    state = get_optimizer_state_dict(modules[0], optimizers[0], options=whole)
+    set_optimizer_state_dict(modules[1], optimizers[1], state, options=whole)
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        train(module, optimizer, share())
+    for one, other in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(one.full_tensor(), other.full_tensor(), rtol=1e-4, atol=1e-5)  # type: ignore[attr-defined]
+
+
+def towers_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    if name == "muon":
+        return Muon(matrix_groups(module, lr=1e-2), lr=0.02, iteration_dtype=torch.float64)
+    return Shampoo(matrix_groups(module, lr=1e-2), lr=0.02, epsilon=1e-3, max_preconditioner_dim=4)
+
+
+@ranks(4)
+@pytest.mark.parametrize("hidden", [16, 5])
+@pytest.mark.parametrize("name", ["muon", "shampoo"])
+def test_tensor_parallel_training_equals_one_process(name: str, hidden: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    whole = Tower(hidden=hidden).double()
+    module = copy.deepcopy(whole)
+    for block in module.blocks:
+        parallelize_module(
+            block, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        )
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(module, mesh=mesh["dp"])
+    for each, rank in ((module, mesh["dp"].get_local_rank()), (whole, None)):
+        optimizer = towers_optimizer(name, each)
+        for step in range(3):
+            (each(batch(step, 2, rank).double()) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (fqn, param), expected in zip(module.named_parameters(), whole.parameters(), strict=True):
+        assert isinstance(param, DTensor)
+        torch.testing.assert_close(
+            param.full_tensor(), expected.data, rtol=1e-6, atol=1e-7, msg=lambda text, fqn=fqn: f"{fqn}: {text}"
+        )
 
 
 @ranks(2)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from live_bytes import live_now, measure
 from ranks import ranks
 from sharding import shard
 from torch import Tensor
@@ -19,10 +21,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_dtensor import RaggedShard, StridedRaggedShard
-from vescale_fsdp.optim.lend import Lender, Replicas, Run, lend
+from vescale_fsdp.optim.lend import Lender, Replicas, Run, flat_local, lend
 from vescale_fsdp.optim.matrices import Matrix, matrices_of
 
 Shape = tuple[int, ...]
+SEVERAL_MESHES: list[tuple[Shape, list[Any]]] = [((4,), [Shard(0)]), ((2, 2), [RaggedShard((0,), (1, 3)), Shard(1)])]
 
 
 def fulls(*shapes: Shape) -> list[Tensor]:
@@ -188,6 +191,30 @@ def test_no_more_than_two_buckets_of_elements_are_under_way_or_computed() -> Non
     assert max(read_before_compute) == 2
 
 
+@ranks(4)
+@pytest.mark.parametrize("num_matrices", [24, 72])
+def test_a_step_holds_six_buckets_of_bytes_at_most_however_many_matrices_there_are(num_matrices: int) -> None:
+    """Two buckets under way, each with what is sent, what is received, and matrices or results."""
+    bucket_nbytes = 4 * 64 * 64 * 4
+    for sizes, placements in SEVERAL_MESHES:
+        tensors = [shard(torch.ones(64, 64), init_device_mesh("cpu", sizes), placements) for _ in range(num_matrices)]
+        lender = Lender(tensors, bucket_nbytes=bucket_nbytes)
+        flat = [flat_local(tensor, "") for tensor in tensors]
+
+        def read(runs: Sequence[Run], flat: list[Tensor] = flat) -> list[Tensor]:
+            return [run.of(flat[run.matrix.tensor]) for run in runs]
+
+        def write(runs: Sequence[Run], results: Sequence[Tensor], flat: list[Tensor] = flat) -> None:
+            for run, result in zip(runs, results, strict=True):
+                run.of(flat[run.matrix.tensor]).copy_(result)
+
+        before = live_now()
+        negate = partial(lender, read, lambda _, values: [-value for value in values], write)
+        peak = measure(negate).peak - before
+        assert bucket_nbytes < peak <= 6 * bucket_nbytes
+        assert all(torch.equal(each, -torch.ones_like(each)) for each in flat)
+
+
 @ranks(2, 4)
 def test_ranks_that_disagree_on_what_is_missing_all_raise_before_anything_is_written() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -202,9 +229,6 @@ def test_ranks_that_disagree_on_what_is_missing_all_raise_before_anything_is_wri
 
 def zeros(runs: Sequence[Run]) -> list[Tensor]:
     return [torch.zeros(run.numel) for run in runs]
-
-
-SEVERAL_MESHES: list[tuple[Shape, list[Any]]] = [((4,), [Shard(0)]), ((2, 2), [RaggedShard((0,), (1, 3)), Shard(1)])]
 
 
 @ranks(4)
