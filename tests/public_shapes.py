@@ -108,6 +108,19 @@ LAYERS: dict[str, Shapes] = {
         ("down_proj", (4608, 36864)),
         *((f"norm.{i}", (4608,)) for i in range(4)),
     ),
+    "deepseek-v2-lite": _moe(
+        2048,
+        1408,
+        64,
+        2816,
+        (
+            ("q_proj", (3072, 2048)),
+            ("kv_a_proj", (576, 2048)),
+            ("kv_a_norm", (512,)),
+            ("kv_b_proj", (4096, 512)),
+            ("o_proj", (2048, 2048)),
+        ),
+    ),
     "falcon-40b": (
         ("query_key_value", (9216, 8192)),
         ("dense", (8192, 8192)),

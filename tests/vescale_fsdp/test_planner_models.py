@@ -130,6 +130,22 @@ def test_a_kind_that_holds_most_of_the_group_may_have_a_lane_of_its_own(max_lane
     assert [lane.share for lane in layout.lanes] == [8 * 11 * 114688, 6291456]
 
 
+def test_equal_tensors_may_lie_in_two_lanes() -> None:
+    # Gate and up have 1152 blocks of 147456 each. The down projection needs a share of 8 blocks, 384 x 8 = 3072 of
+    # which it leaves 1920: room for one of the two, and the other needs 3 blocks per rank.
+    layout = lay_out(LAYERS["gemma-2-27b"], "32", 384, 2)
+    assert [lane.share for lane in layout.lanes] == [8 * 147456, 3 * 147456]
+    assert layout.lane_of[4] != layout.lane_of[5]
+
+
+def test_experts_may_lie_in_several_lanes() -> None:
+    # 22528 = 11 x 2048 = 16 x 1408 holds the down projections and half of the others, which alone need 12 x 2048 after
+    # 10 x 1408. In three lanes 64 down projections fill 8 x 1408 of each rank exactly.
+    two, three = (lay_out(LAYERS["deepseek-v2-lite"], "1", 16384, lanes) for lanes in (2, 3))
+    assert [lane.share for lane in two.lanes] == [22528, 7 * 2048]
+    assert [lane.share for lane in three.lanes] == [22528, 8 * 1408, 2048]
+
+
 def test_small_tensors_between_two_families_save_a_block() -> None:
     # What arXiv 2602.22437's order by shape reaches: the norms stand between up and down projections.
     assert lay_out(groups_of("mixtral-8x22b")[1][1], "16", 16, 1).share <= 156549120

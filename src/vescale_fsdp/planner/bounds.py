@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from .problem import Kind, Problem
 
-__all__ = ["COARSE", "SHARP", "Bounds", "any_layout_bound", "forced_bound"]
+__all__ = ["COARSE", "SHARP", "Bounds", "any_layout_bound", "forced_bound", "mask_of"]
 
 COARSE, SHARP = 3, 24
 """Up to which fraction of a block the runs are tried whose number per rank bounds the share."""
@@ -19,7 +19,7 @@ def any_layout_bound(problem: Problem, *, max_divisor: int = COARSE) -> int:
     For every G > 0, blocks b on one rank satisfy sum floor(b / G) <= floor(share / G), so the share is at least
     G * ceil(sum over all blocks of floor(b / G) / num_ranks).
     """
-    return Bounds(problem).any_layout(range(len(problem.kinds)), max_divisor)
+    return Bounds(problem).any_layout(max_divisor)
 
 
 def forced_bound(problem: Problem, at_least: int) -> int:
@@ -27,77 +27,126 @@ def forced_bound(problem: Problem, at_least: int) -> int:
 
     Between two of the shares at which a tensor needs one cut only, the forced ones stay the same.
     """
-    return Bounds(problem).forced(range(len(problem.kinds)), at_least)
+    bounds = Bounds(problem)
+    return bounds.forced(bounds.everything, at_least)
 
 
 class Bounds:
-    """Both bounds for any choice of a problem's kinds; what the choices have in common is computed once."""
+    """Both bounds for any choice of a problem's tensors; what the choices have in common is computed once.
+
+    A choice is a mask, one bit per kind, and how many tensors of each kind are meant: all unless said.
+    """
 
     def __init__(self, problem: Problem) -> None:
         kinds = problem.kinds
         self.problem = problem
-        self.numels = [kind.numel * kind.count for kind in kinds]
-        self.single_cuts = [(kind.smallest_single_cut_share, kind.granularity) for kind in kinds]
-        self.blocks = [_blocks(kind) for kind in kinds]
+        self.everything = (1 << len(kinds)) - 1
+        self.counts = tuple([kind.count for kind in kinds])
+        self.numels = [kind.numel for kind in kinds]
+        self.cuts = [(kind.smallest_single_cut_share, kind.granularity, 1 << i) for i, kind in enumerate(kinds)]
+        self.cuts.sort(reverse=True)
+        self.blocks = [(*block, i) for i, kind in enumerate(kinds) for block in _blocks(kind)]
+        self.blocks.sort(reverse=True)
+        self.any_layouts: dict[int, int] = {}
         self.known: dict[int, int] = {}
+        self.known_counts: dict[tuple[int, ...], int] = {}
 
-    def one_buffer(self, chosen: Sequence[int], max_divisor: int) -> int:
-        """Least share of one buffer that holds the chosen kinds and nothing else."""
-        return self.forced(chosen, self.any_layout(chosen, max_divisor))
+    def one_buffer(self, mask: int, counts: Sequence[int], max_divisor: int = COARSE) -> int:
+        """Least share of one buffer that holds the chosen tensors and nothing else."""
+        numel = self.numel(mask, counts)
+        share = self.forced(mask, -(-numel // self.problem.num_ranks))
+        more = self._whole_blocks(mask, counts, numel, share, max_divisor)
+        return share if more == share else self.forced(mask, more)
 
     def of_mask(self, mask: int) -> int:
         """The coarse bound of one buffer of the kinds whose bits are set, computed once."""
         known = self.known.get(mask)
         if known is None:
-            known = self.known[mask] = self.one_buffer(self.kinds_in(mask), COARSE)
+            known = self.known[mask] = self.one_buffer(mask, self.counts)
         return known
 
-    def kinds_in(self, mask: int) -> tuple[int, ...]:
-        return tuple([kind for kind in range(len(self.numels)) if mask >> kind & 1])
+    def all_of(self, mask: int) -> tuple[int, ...]:
+        """All tensors of the kinds whose bits are set, as counts per kind."""
+        counts = tuple([count if mask >> i & 1 else 0 for i, count in enumerate(self.counts)])
+        self.known_counts[counts] = self.of_mask(mask)
+        return counts
 
-    def any_layout(self, chosen: Iterable[int], max_divisor: int = COARSE) -> int:
-        """Least share of any layout of the chosen kinds."""
-        num_ranks, numel = self.problem.num_ranks, 0
-        counts: dict[int, int] = {}
-        for kind in chosen:
-            numel += self.numels[kind]
-            for block, count in self.blocks[kind]:
-                counts[block] = counts.get(block, 0) + count
-        blocks = sorted(counts.items(), reverse=True)
-        best = -(-numel // num_ranks)
-        for size in sorted(_sizes(blocks, max_divisor), reverse=True):
-            if size * -(-(numel // size) // num_ranks) > best:
-                pieces = sum([block // size * count for block, count in blocks])
-                best = max(best, size * -(-pieces // num_ranks))
-        return self.problem.round_up(best)
+    def of_counts(self, counts: tuple[int, ...]) -> int:
+        """The coarse bound of one buffer of so many tensors of each kind, computed once."""
+        known = self.known_counts.get(counts)
+        if known is None:
+            known = self.known_counts[counts] = self.one_buffer(mask_of(counts), counts)
+        return known
 
-    def forced(self, chosen: Iterable[int], at_least: int) -> int:
+    def held(self, counts: Sequence[int]) -> int:
+        """Elements of so many tensors of each kind."""
+        return sum([numel * count for numel, count in zip(self.numels, counts, strict=True)])
+
+    def any_layout(self, max_divisor: int = COARSE) -> int:
+        """Least share of any layout of all tensors."""
+        if max_divisor not in self.any_layouts:
+            numel = self.numel(self.everything, self.counts)
+            share = -(-numel // self.problem.num_ranks)
+            share = self._whole_blocks(self.everything, self.counts, numel, share, max_divisor)
+            self.any_layouts[max_divisor] = self.problem.round_up(share)
+        return self.any_layouts[max_divisor]
+
+    def numel(self, mask: int, counts: Sequence[int]) -> int:
+        return sum([numel * counts[i] for i, numel in enumerate(self.numels) if mask >> i & 1])
+
+    def forced(self, mask: int, share: int) -> int:
         """Least share of one buffer of the chosen kinds, not below a share that is known to be too small."""
-        share = at_least
-        cuts = [self.single_cuts[kind] for kind in chosen]
         while True:
-            cuts = [cut for cut in cuts if cut[0] > share]
-            rounded = self.problem.round_up(share, math.lcm(*[granularity for _, granularity in cuts]))
-            if not cuts:
+            step, single_cut = self.problem.unit, 0
+            for threshold, granularity, bit in self.cuts:
+                if threshold <= share:
+                    break
+                if mask & bit:
+                    step, single_cut = math.lcm(step, granularity), threshold
+            rounded = -(-share // step) * step
+            if not single_cut or rounded < single_cut:
                 return rounded
-            share = min(cuts)[0]
-            if rounded < share:
-                return rounded
+            share = single_cut
+
+    def _whole_blocks(self, mask: int, counts: Sequence[int], numel: int, share: int, max_divisor: int) -> int:
+        """A share that is known to be too small, raised where whole blocks do not fill it.
+
+        Runs of G raise it to less than (numel + G * num_ranks) / num_ranks, so that small ones need no look.
+        """
+        num_ranks = self.problem.num_ranks
+        negligible = (num_ranks * share - numel) // max(1, num_ranks - 1)
+        if num_ranks == 1 or not self.blocks or self.blocks[0][0] <= negligible:
+            return share
+        blocks = [(block, number * counts[i]) for block, number, i in self.blocks if mask >> i & 1]
+        for size in _sizes(blocks, max_divisor, max(1, negligible)):
+            if size * -(-(numel // size) // num_ranks) > share:
+                pieces = sum([block // size * number for block, number in blocks])
+                share = max(share, size * -(-pieces // num_ranks))
+        return share
+
+
+def mask_of(counts: Sequence[int]) -> int:
+    """A bit for each kind of which there are any."""
+    return sum([1 << i for i, count in enumerate(counts) if count])
 
 
 def _blocks(kind: Kind) -> list[tuple[int, int]]:
-    """How many blocks of each size a kind has; the last block of a tensor may be short."""
+    """How many blocks of each size a tensor of this kind has; the last one may be short."""
     full, tail = divmod(kind.numel, kind.granularity)
-    blocks = [(kind.granularity, full * kind.count)]
-    return [*blocks, (tail, kind.count)] if tail else blocks
+    return [(kind.granularity, full), (tail, 1)] if tail else [(kind.granularity, full)]
 
 
-def _sizes(blocks: Sequence[tuple[int, int]], max_divisor: int) -> set[int]:
+def _sizes(blocks: Sequence[tuple[int, int]], max_divisor: int, negligible: int) -> list[int]:
     """The G worth trying, from blocks largest first: their sizes, first fractions, and the gcds of the largest ones."""
-    sizes: set[int] = set()
-    common = 0
+    sizes: list[int] = []
+    common, last = 0, 0
     for block, _ in blocks:
+        if block <= negligible:
+            break
         common = math.gcd(common, block)
-        sizes.add(common)
-        sizes.update([block // divisor for divisor in range(1, max_divisor + 1)])
-    return sizes - {0, 1}
+        if common > negligible and common != block:
+            sizes.append(common)
+        if block != last:
+            sizes += [block // divisor for divisor in range(1, min(max_divisor, block // (negligible + 1)) + 1)]
+        last = block
+    return sizes

@@ -76,6 +76,8 @@ def plan_group(
 
 def _count(name: str, value: object) -> int:
     """2.0 and True are equal to counts, and would find their plans, but are none."""
+    if type(value) is int and value >= 1:
+        return value
     if not isinstance(value, SupportsIndex) or isinstance(value, bool) or index(value) < 1:
         raise PlanError(f"{name} is a whole number >= 1, got {value!r}")
     return index(value)
@@ -111,18 +113,18 @@ def lay_out_group(
 
 def _bound(bounds: Bounds, lanes: Sequence[Lane]) -> int:
     """The any-layout bound, computed as sharply as it matters."""
-    kinds = range(len(bounds.numels))
-    bound = bounds.any_layout(kinds)
-    return bound if bound == total(lanes) else bounds.any_layout(kinds, SHARP)
+    bound = bounds.any_layout()
+    return bound if bound == total(lanes) else bounds.any_layout(SHARP)
 
 
 def _by_tensor(tensors: Sequence[Tensor], lanes: Sequence[Lane], align: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Lane and start of each tensor: equal tensors take their places in module order."""
     places: dict[int, list[tuple[int, int]]] = {}
     for lane_index, lane in enumerate(lanes):
+        kinds = lane.kinds
         for kind, start in place(lane.problem, lane.layout):
-            places.setdefault(lane.kinds[kind], []).append((lane_index, start * align))
-    kinds = dict.fromkeys(tensor for tensor in tensors if tensor[0])
-    queues = {tensor: iter(places[index]) for index, tensor in enumerate(kinds)}
+            places.setdefault(kinds[kind], []).append((lane_index, start * align))
+    distinct = dict.fromkeys(tensor for tensor in tensors if tensor[0])
+    queues = {tensor: iter(places[index]) for index, tensor in enumerate(distinct)}
     placed = [next(queues[tensor]) if tensor[0] else (0, 0) for tensor in tensors]
     return tuple([lane for lane, _ in placed]), tuple([start for _, start in placed])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from .bounds import Bounds
+from .bounds import Bounds, mask_of
 from .one_lane import LaneLayout, lay_out
+from .parts import Counts, part_copies
 from .problem import Problem
 
 __all__ = ["Lane", "lay_out_lanes", "total"]
@@ -25,23 +26,40 @@ NUM_TRIES = 16
 HEAVY = 10
 """A kind with at least one in so many of the elements is tried in a lane of its own."""
 
+PARTED = 1010
+"""Copies of one kind are parted where a split needs more than so many thousandths of what any layout needs:"""
+
+NUM_STARTS = 4
+"""from so many splits per number of lanes, the least lower bounds first,"""
+
+NUM_PARTED = 4
+"""of which so many are laid out."""
+
 Kinds = tuple[int, ...]
 """Indices of a problem's kinds, ascending."""
 
 Split = tuple[Kinds, ...]
 """The kinds of each lane."""
 
+CountedSplit = tuple[Counts, ...]
+"""How many tensors of each kind each lane holds."""
+
 Masks = tuple[int, ...]
-"""The same, a bit per kind."""
+"""The kinds of each lane, a bit per kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One buffer: the kinds of the whole problem that it holds, as a problem of its own, and the layout found."""
+    """One buffer: how many of each kind it holds, these as a problem of their own, and the layout found."""
 
-    kinds: Kinds
+    counts: Counts
     problem: Problem
     layout: LaneLayout
+
+    @property
+    def kinds(self) -> Kinds:
+        """Indices in the whole problem of the kinds of this one."""
+        return tuple([kind for kind, count in enumerate(self.counts) if count])
 
 
 def lay_out_lanes(problem: Problem, bounds: Bounds, max_lanes: int, min_saving: int) -> tuple[Lane, ...]:
@@ -61,7 +79,7 @@ def candidates(splitter: _Splitter, max_lanes: int, min_saving: int) -> list[tup
 
     Lanes that could not be chosen even if they met their lower bounds keep their quick layouts.
     """
-    found: list[tuple[Lane, ...]] = [(splitter.lane(splitter.everything),)]
+    found: list[tuple[Lane, ...]] = [(splitter.lane(splitter.bounds.counts),)]
     for num_lanes in range(2, max_lanes + 1):
         if not is_worth_it(total(found[-1]), splitter.least, min_saving):
             break
@@ -93,21 +111,42 @@ class _Splitter:
         self.bounds = bounds
         self.moved: dict[Masks, Masks] = {}
         self.everything = tuple(range(len(problem.kinds)))
-        self.least = bounds.any_layout(self.everything)
-        self.lanes: dict[Kinds, Lane] = {}
-        self.final: dict[Kinds, Lane] = {}
+        self.least = bounds.any_layout()
+        self.lanes: dict[Counts, Lane] = {}
+        self.final: dict[Counts, Lane] = {}
+        self.masks: dict[Kinds, int] = {}
+        self.kinds: dict[int, Kinds] = {}
+        self.counts: dict[Kinds, Counts] = {}
 
     def bound(self, kinds: Kinds) -> int:
-        return self.bounds.of_mask(mask_of(kinds))
+        return self.bounds.of_mask(self.mask_of(kinds))
 
-    def lane(self, kinds: Kinds) -> Lane:
+    def mask_of(self, kinds: Kinds) -> int:
+        """A lane as one number, a bit per kind: sets of kinds are compared often."""
+        if kinds not in self.masks:
+            self.masks[kinds] = sum([1 << kind for kind in kinds])
+        return self.masks[kinds]
+
+    def kinds_in(self, mask: int) -> Kinds:
+        if mask not in self.kinds:
+            self.kinds[mask] = tuple([kind for kind in self.everything if mask >> kind & 1])
+        return self.kinds[mask]
+
+    def all_of(self, kinds: Kinds) -> Counts:
+        """All tensors of these kinds."""
+        if kinds not in self.counts:
+            self.counts[kinds] = self.bounds.all_of(self.mask_of(kinds))
+        return self.counts[kinds]
+
+    def lane(self, counts: Counts) -> Lane:
         """With a quick layout."""
-        if kinds not in self.lanes:
-            problem = self.problem if kinds == self.everything else self.problem.part(kinds)
-            self.lanes[kinds] = Lane(
-                kinds, problem, lay_out(problem, partial(self.bounds.one_buffer, kinds), search_steps=0)
-            )
-        return self.lanes[kinds]
+        if counts not in self.lanes:
+            problem = self.problem if counts == self.bounds.counts else self.problem.part(counts)
+            self.lanes[counts] = Lane(counts, problem, lay_out(problem, self.lower_bound(counts), search_steps=0))
+        return self.lanes[counts]
+
+    def lower_bound(self, counts: Counts) -> Callable[[int], int]:
+        return partial(self.bounds.one_buffer, mask_of(counts), counts)
 
     def searched(self, lanes: Sequence[Lane]) -> tuple[Lane, ...]:
         """The lanes with the best layouts that the budgets find, the largest first."""
@@ -116,42 +155,60 @@ class _Splitter:
     def _searched(self, lane: Lane) -> Lane:
         if lane.layout.share == lane.layout.bound:
             return lane
-        if lane.kinds not in self.final:
-            lower_bound = partial(self.bounds.one_buffer, lane.kinds)
-            self.final[lane.kinds] = replace(lane, layout=lay_out(lane.problem, lower_bound))
-        return self.final[lane.kinds]
+        if lane.counts not in self.final:
+            layout = lay_out(lane.problem, self.lower_bound(lane.counts))
+            self.final[lane.counts] = replace(lane, layout=layout)
+        return self.final[lane.counts]
 
     def best_split(self, num_lanes: int, lanes: Sequence[Lane]) -> tuple[Lane, ...] | None:
-        """The least split found into `num_lanes`, if its share is less than that of these fewer lanes.
+        """The least split found into `num_lanes`, if its share is less than that of these fewer lanes."""
+        seeds = [variant for seed in self.seeds(num_lanes) for variant in self.variants(seed)]
+        splits = list(dict.fromkeys(tuple(map(self.all_of, split)) for split in seeds))
+        best = self.first_of([*splits, *self.with_one_alone(lanes)], total(lanes), NUM_TRIES)
+        below = total(lanes) if best is None else total(best)
+        if below * 1000 <= self.least * PARTED or not any(count > 1 for count in self.bounds.counts):
+            return best
+        held = [lane.counts for lane in best or lanes]
+        splits.sort(key=self.needed)
+        starts = [*splits[:NUM_STARTS], (*held, (0,) * len(self.everything))[:num_lanes]]
+        enough = below * 1000 // 1005
+        parted = [part_copies(self.bounds, start, enough) for start in dict.fromkeys(starts)]
+        return self.first_of([split for split in parted if split], below, NUM_PARTED) or best
 
-        The least by their estimates are laid out first.
-        """
-        below = total(lanes)
-        splits = dict.fromkeys(variant for seed in self.seeds(num_lanes) for variant in self.variants(seed))
-        splits.update(dict.fromkeys(self.with_one_alone(lanes)))
-        waiting = [(self.estimate(split), split) for split in splits]
+    def needed(self, split: CountedSplit) -> int:
+        return sum([self.bounds.of_counts(counts) for counts in split])
+
+    def first_of(self, splits: Iterable[CountedSplit], below: int, num_tries: int) -> tuple[Lane, ...] | None:
+        """The least of these splits if it is below a share; the least by their estimates are laid out first."""
+        waiting = [(self.estimate(split), split) for split in dict.fromkeys(splits)]
         heapq.heapify(waiting)
-        best, tries = None, 0
-        while waiting and waiting[0][0] < below and tries < NUM_TRIES:
+        best = None
+        while waiting and waiting[0][0] < below and num_tries:
             known, split = heapq.heappop(waiting)
             if (estimate := self.estimate(split)) > known:  # one of its lanes was laid out since
                 heapq.heappush(waiting, (estimate, split))
                 continue
-            tries += 1
+            num_tries -= 1
             tried = tuple(map(self.lane, split))
             if total(tried) < below:
                 best, below = tried, total(tried)
         return best
 
-    def with_one_alone(self, lanes: Sequence[Lane]) -> Iterator[Split]:
+    def estimate(self, split: CountedSplit) -> int:
+        """Shares of the lanes that are laid out, lower bounds of the others: a bad lane is met only once."""
+        lanes, bound = self.lanes, self.bounds.of_counts
+        return sum([lanes[counts].layout.share if counts in lanes else bound(counts) for counts in split])
+
+    def with_one_alone(self, lanes: Sequence[Lane]) -> Iterator[CountedSplit]:
         """The lanes with a kind that holds much of the group, such as the experts, in a new lane of its own."""
         heavy = self.problem.numel // HEAVY
         for at, lane in enumerate(lanes):
-            others = tuple([other.kinds for other in lanes[:at]] + [other.kinds for other in lanes[at + 1 :]])
+            others = tuple([other.counts for other in lanes[:at]] + [other.counts for other in lanes[at + 1 :]])
             for i in lane.kinds:
-                kind = self.problem.kinds[i]
-                if kind.numel * kind.count >= heavy and len(lane.kinds) > 1:
-                    yield (*others, tuple([j for j in lane.kinds if j != i]), (i,))
+                if self.problem.kinds[i].numel * lane.counts[i] >= heavy and len(lane.kinds) > 1:
+                    alone = tuple([count if j == i else 0 for j, count in enumerate(lane.counts)])
+                    rest = tuple([0 if j == i else count for j, count in enumerate(lane.counts)])
+                    yield (*others, rest, alone)
 
     def seeds(self, num_lanes: int) -> list[Split]:
         """Ways to put the families into lanes, one of which may wait for small kinds only."""
@@ -159,17 +216,13 @@ class _Splitter:
         seeds = [*partitions(families, num_lanes), *((*split, ()) for split in partitions(families, num_lanes - 1))]
         return sorted(seeds, key=lambda seed: (sum(map(self.bound, seed)), seed))[:NUM_SEEDS]
 
-    def estimate(self, split: Split) -> int:
-        """Shares of the lanes that are laid out, lower bounds of the others: a bad lane is met only once."""
-        return sum([self.lanes[kinds].layout.share if kinds in self.lanes else self.bound(kinds) for kinds in split])
-
     def variants(self, seed: Split) -> Iterator[Split]:
         """The families' lanes with the small kinds: all in the last lane, or each where it costs least; then moved."""
         fillers = tuple([i for i, kind in enumerate(self.problem.kinds) if kind.numel <= self.least])
         for split in ((*seed[:-1], tuple(sorted(seed[-1] + fillers))), self.with_fillers(seed, fillers)):
             if all(split):
                 yield split
-                yield tuple(map(self.bounds.kinds_in, self.with_moves(tuple(map(mask_of, split)))))
+                yield tuple(map(self.kinds_in, self.with_moves(tuple(map(self.mask_of, split)))))
 
     def families(self) -> list[Kinds]:
         """Kinds larger than an average share, by granularity."""
@@ -193,11 +246,11 @@ class _Splitter:
 
     def with_fillers(self, split: Split, fillers: Kinds) -> Split:
         """Give each filler, the coarsest first, to the lane whose bound grows least."""
-        lanes, kinds, bound = list(map(mask_of, split)), self.problem.kinds, self.bounds.of_mask
+        lanes, kinds, bound = list(map(self.mask_of, split)), self.problem.kinds, self.bounds.of_mask
         for filler in sorted(fillers, key=lambda i: (-kinds[i].granularity, -kinds[i].numel * kinds[i].count)):
             costs = [bound(lane | 1 << filler) - bound(lane) for lane in lanes]
             lanes[costs.index(min(costs))] |= 1 << filler
-        return tuple(map(self.bounds.kinds_in, lanes))
+        return tuple(map(self.kinds_in, lanes))
 
     def with_moves(self, split: Masks) -> Masks:
         """Move kinds from lane to lane while the lower bounds fall."""
@@ -206,7 +259,7 @@ class _Splitter:
         lanes, bound = list(split), self.bounds.of_mask
         for kind in self.everything:
             bit = 1 << kind
-            source = next(i for i, lane in enumerate(lanes) if lane & bit)
+            (source,) = [i for i, lane in enumerate(lanes) if lane & bit]
             without = lanes[source] ^ bit
             if not without or (saved := bound(lanes[source]) - bound(without)) <= 0:
                 continue
@@ -216,11 +269,6 @@ class _Splitter:
         end = split if tuple(lanes) == split else self.with_moves(tuple(lanes))
         self.moved[split] = end
         return end
-
-
-def mask_of(kinds: Kinds) -> int:
-    """A lane as one number, a bit per kind: sets of kinds are compared often."""
-    return sum([1 << kind for kind in kinds])
 
 
 def partitions(families: Sequence[Kinds], num_lanes: int) -> Iterator[Split]:

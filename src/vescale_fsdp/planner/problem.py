@@ -54,11 +54,17 @@ class Problem:
         runs = [(index_of[tensor], 1) for tensor in tensors if tensor[0]]
         return cls(num_ranks, math.lcm(unit, align) // align, kinds, merged(runs))
 
-    def part(self, kinds: Sequence[int]) -> Problem:
-        """The problem of some kinds only, numbered in the given order."""
-        new_index = {kind: index for index, kind in enumerate(kinds)}
-        runs = [(new_index[kind], count) for kind, count in self.module_order if kind in new_index]
-        return replace(self, kinds=tuple(self.kinds[kind] for kind in kinds), module_order=merged(runs))
+    def part(self, counts: Sequence[int]) -> Problem:
+        """The problem of so many tensors of each kind, the first of the module; kinds without any are left out."""
+        kept = [kind for kind, count in enumerate(counts) if count]
+        new_index, left = {kind: index for index, kind in enumerate(kept)}, list(counts)
+        runs = []
+        for kind, number in self.module_order:
+            if taken := min(number, left[kind]):
+                runs.append((new_index[kind], taken))
+                left[kind] -= taken
+        kinds = tuple([replace(self.kinds[kind], count=counts[kind]) for kind in kept])
+        return replace(self, kinds=kinds, module_order=merged(runs))
 
     @property
     def numel(self) -> int:
