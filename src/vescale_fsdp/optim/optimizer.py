@@ -140,14 +140,15 @@ class MatrixOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but every state keeps its own dtype, which torch casts to the parameter's."""
+        """As torch's, but state is copied, and keeps its own dtype, which torch casts to the parameter's."""
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(saved, params, strict=True):
             for key, value in state_dict["state"].get(number, {}).items():
-                if torch.is_tensor(value) and value.dtype != self.state[param][key].dtype:
-                    self.state[param][key] = value.to(self.state[param][key].device, copy=True)
+                loaded = self.state[param][key]
+                if torch.is_tensor(value) and (value is loaded or value.dtype != loaded.dtype):
+                    self.state[param][key] = value.to(loaded.device, copy=True)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, in one order on all ranks: owners make state before others, and gathers go by the order."""
