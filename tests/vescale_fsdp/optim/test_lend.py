@@ -193,8 +193,8 @@ def test_no_more_than_two_buckets_of_elements_are_under_way_or_computed() -> Non
 
 @ranks(4)
 @pytest.mark.parametrize("num_matrices", [24, 72])
-def test_a_step_holds_eight_buckets_of_bytes_at_most_however_many_matrices_there_are(num_matrices: int) -> None:
-    """Two buckets under way, each with what is sent, what is received, the matrices, and the results."""
+def test_a_step_holds_six_buckets_of_bytes_at_most_however_many_matrices_there_are(num_matrices: int) -> None:
+    """Two buckets under way, each with what is sent, what is received, and matrices or results."""
     bucket_nbytes = 4 * 64 * 64 * 4
     for sizes, placements in SEVERAL_MESHES:
         tensors = [shard(torch.ones(64, 64), init_device_mesh("cpu", sizes), placements) for _ in range(num_matrices)]
@@ -208,10 +208,10 @@ def test_a_step_holds_eight_buckets_of_bytes_at_most_however_many_matrices_there
             for run, result in zip(runs, results, strict=True):
                 run.of(flat[run.matrix.tensor]).copy_(result)
 
-        before = live_now()
         negate = partial(lender, read, lambda _, values: [-value for value in values], write)
+        before = live_now()
         peak = measure(negate).peak - before
-        assert bucket_nbytes < peak <= 8 * bucket_nbytes, peak / bucket_nbytes
+        assert bucket_nbytes < peak <= 6 * bucket_nbytes, peak / bucket_nbytes
         assert all(torch.equal(each, -torch.ones_like(each)) for each in flat)
 
 
