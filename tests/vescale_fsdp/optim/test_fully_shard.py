@@ -14,10 +14,7 @@ from ranks import ranks
 from small_models import Tower, batch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -140,29 +137,6 @@ def test_state_dicts_of_torchs_checkpoint_api_continue_training(name: str) -> No
         train(module, optimizer, share())
     for one, other in zip(*(module.parameters() for module in modules), strict=True):
         assert torch.equal(one.to_local(), other.to_local())  # type: ignore[attr-defined]
-
-
-@ranks(4)
-@pytest.mark.parametrize("name", ["muon", "shampoo"])
-def test_a_full_state_dict_continues_training_on_another_mesh(name: str) -> None:
-    make: Callable[[nn.Module], torch.optim.Optimizer] = {"muon": muon, "shampoo": shampoo}[name]
-    modules = [model(), model()]
-    sizes: list[tuple[int, ...]] = [(4,), (2, 2)]
-    for module, mesh_sizes in zip(modules, sizes, strict=True):
-        for layer in module:
-            layer.unused.requires_grad_(False)
-            names = ("dp_replicate", "dp_shard")[-len(mesh_sizes) :]
-            fully_shard(layer, mesh=init_device_mesh("cpu", mesh_sizes, mesh_dim_names=names))
-    optimizers = [make(module) for module in modules]
-    train(modules[0], optimizers[0], share())
-    whole = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(modules[1], get_model_state_dict(modules[0], options=whole), options=whole)
-    state = get_optimizer_state_dict(modules[0], optimizers[0], options=whole)
-    set_optimizer_state_dict(modules[1], optimizers[1], state, options=whole)
-    for module, optimizer in zip(modules, optimizers, strict=True):
-        train(module, optimizer, share())
-    for one, other in zip(*(module.parameters() for module in modules), strict=True):
-        torch.testing.assert_close(one.full_tensor(), other.full_tensor(), rtol=1e-4, atol=1e-5)  # type: ignore[attr-defined]
 
 
 def towers_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
