@@ -124,10 +124,12 @@ def test_experts_part_from_the_family_that_needs_another_multiple() -> None:
 
 
 @pytest.mark.parametrize("max_lanes", [2, 3])
-def test_a_kind_that_holds_most_of_the_group_may_have_a_lane_of_its_own(max_lanes: int) -> None:
-    # 128 rows over 768 ranks: 514 up and gate projections of 16 blocks in shares of 11 blocks of 114688.
+def test_a_kind_that_holds_most_of_the_group_may_lie_in_two_lanes(max_lanes: int) -> None:
+    # 128 rows over 768 ranks: the up and gate projections alone, 514 x 16 blocks of 114688, would need 11 of them per
+    # rank, and what remains 24 x 262144: 16384000. The first lane's share is a multiple of both blocks.
     layout = lay_out(groups_of("deepseek-v3-671b")[2][1], "128", 768, max_lanes)
-    assert [lane.share for lane in layout.lanes] == [8 * 11 * 114688, 6291456]
+    assert [lane.share for lane in layout.lanes] == [128 * 114688, 3 * 262144]
+    assert 128 * 114688 == 56 * 262144
 
 
 def test_equal_tensors_may_lie_in_two_lanes() -> None:
