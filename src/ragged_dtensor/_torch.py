@@ -176,15 +176,7 @@ WRITE_ITEMS = Point(_DTensor, "__create_write_items__")
 CHUNK_LIST = Point(_DTensor, "__create_chunk_list__")
 TENSOR_SHARD = Point(_DTensor, "__get_tensor_shard__")
 FULL_STATE = Point(_state_dict_utils, "_distribute_tensors")
-
-
-def staging_point() -> Point | None:
-    """How `async_save` copies one tensor; None before torch 2.9's stager, or after it."""
-    try:
-        from torch.distributed.checkpoint import _state_dict_stager
-    except ImportError:
-        return None
-    return Point(_state_dict_stager, "StateDictStager._offload_tensor")
+DATA_PTR = Point(_DTensor, "data_ptr")
 
 
 def custom_handlers() -> dict[Any, Callable[..., Any]]:

@@ -1,11 +1,10 @@
-"""Where ragged tensors meet checkpoints: DCP's questions, the staging of `async_save`, full states of rank 0."""
+"""Where ragged tensors meet files: DCP's questions, what copies and pickles them, full states of rank 0."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from ragged_dtensor import _torch
@@ -17,9 +16,7 @@ def install() -> None:
     _ask(_torch.CHUNK_LIST, lambda tensor: seams.chunk_list(tensor))
     _ask(_torch.TENSOR_SHARD, lambda tensor, index: seams.tensor_shard(tensor, index))
     _torch.FULL_STATE.replace(_full_state)
-    staging = _torch.staging_point()
-    if staging is not None:
-        staging.replace(_staging)
+    _torch.DATA_PTR.replace(_data_ptr)
 
 
 def _ask(point: Point, ours: Callable[..., Any]) -> None:
@@ -34,17 +31,16 @@ def _ask(point: Point, ours: Callable[..., Any]) -> None:
     point.replace(make)
 
 
-def _staging(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`async_save` takes a DTensor whose shard begins inside a buffer for a plain tensor: its data_ptr() is not 0."""
+def _data_ptr(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Zero tells torch.save, pickle, deepcopy and `async_save` that a tensor has no memory of its own.
 
-    def offload(self: Any, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> torch.Tensor:
-        if not isinstance(x, DTensor) or not seams.any_ragged(x.placements):
-            return stock(self, x, memo, non_blocking=non_blocking)  # type: ignore[no-any-return]
-        local = self.deepcopy_with_tensor_offload(_torch.local_of(x), memo, non_blocking=non_blocking)
-        memo[id(x)] = staged = _torch.new_dtensor(local, _torch.spec_of(x), requires_grad=False)
-        return staged
+    Stock DTensors say it only while their local tensor does not begin inside a buffer.
+    """
 
-    return offload
+    def data_ptr(self: DTensor) -> int:
+        return 0 if seams.any_ragged(self.placements) else stock(self)
+
+    return data_ptr
 
 
 def _full_state(stock: Callable[..., Any]) -> Callable[..., Any]:

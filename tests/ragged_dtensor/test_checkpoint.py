@@ -410,6 +410,26 @@ def test_a_ragged_tensor_survives_pickle_deepcopy_and_a_weights_only_load() -> N
 
 
 @ranks(2)
+def test_a_shard_that_begins_inside_a_buffer_is_copied_and_pickled_like_any_other() -> None:
+    whole = distribute_tensor(numbered((6, 4)), mesh_of(), [RaggedShard((0, 1), (5, 7))])
+    local = torch.cat([torch.zeros(3), whole.to_local()])[3:]
+    x = DTensor.from_local(
+        local, mesh_of(), whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    file = io.BytesIO()
+    torch.save(x, file)
+    twins = [
+        pickle.loads(pickle.dumps(x)),
+        copy.deepcopy(x),
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True),
+    ]
+    local.zero_()
+    for twin in twins:
+        assert twin.placements == x.placements
+        assert torch.equal(twin.full_tensor(), numbered((6, 4)))
+
+
+@ranks(2)
 def test_parameters_and_modules_can_be_deepcopied_and_averaged() -> None:
     model = model_of(mesh_of(), (2, 3), seed=1)
     twin = copy.deepcopy(model)

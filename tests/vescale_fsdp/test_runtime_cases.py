@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import zlib
 from collections.abc import Callable
 
@@ -64,6 +66,37 @@ def test_every_row_of_an_uneven_tied_weight_trains_like_the_reference() -> None:
     for row in range(5):
         torch.testing.assert_close(trained[row], reference.embed.weight.detach()[row])
         assert not torch.equal(trained[row], start[row])
+
+
+@pytest.mark.parametrize("shard", [fully_shard, torch_fully_shard], ids=["ours", "torch"])
+@ranks(2, 3)
+def test_state_dicts_and_optimizers_are_copied_pickled_and_saved(shard: Callable[..., nn.Module]) -> None:
+    model = Tower()
+    shard(model)
+    optim = torch.optim.AdamW(model.parameters())
+    model(batch(0, 2)).square().mean().backward()
+    optim.step()
+    if shard is torch_fully_shard:
+        model.zero_grad()  # deepcopy fails at gradients that begin inside a buffer
+    state = {"model": model.state_dict(), "optim": optim.state_dict()}
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    twins = [copy.deepcopy(state), pickle.loads(pickle.dumps(state)), torch.load(file, weights_only=True)]
+    twins.append({"model": copy.deepcopy(dict(model.named_parameters())), "optim": copy.deepcopy(optim).state_dict()})
+    expected = {name: full(value).clone() for name, value in state["model"].items()}
+    moments = [full(each["exp_avg"]).clone() for each in state["optim"]["state"].values()]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+            optim.state[param]["exp_avg"].zero_()
+    for twin in twins:
+        assert twin["model"].keys() == expected.keys()
+        for name, value in twin["model"].items():
+            assert value.placements == state["model"][name].placements
+            assert torch.equal(full(value), expected[name])
+        for moment, each in zip(moments, twin["optim"]["state"].values(), strict=True):
+            assert torch.equal(full(each["exp_avg"]), moment)
 
 
 @pytest.mark.parametrize("foreach", [True, None])

@@ -264,10 +264,7 @@ class Strip:
         spec = _torch.spec_of(member.param)
         if flat.dtype != member.param.dtype:
             spec = _torch.with_dtype(spec, flat.dtype)
-        # A DTensor takes over its first local tensor's offset, and torch's deepcopy works at offset 0 alone.
-        view = _torch.dtensor(torch.empty_like(local), spec)
-        _torch.set_local(view, local)
-        return view
+        return _torch.dtensor(local, spec)
 
 
 def _members(shards: Shards, fqns: Sequence[str], groups: Mapping[Tensor, int]) -> Iterator[Member]:
