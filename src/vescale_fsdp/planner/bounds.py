@@ -115,12 +115,12 @@ class Bounds:
         """
         num_ranks = self.problem.num_ranks
         negligible = (num_ranks * share - numel) // max(1, num_ranks - 1)
-        if num_ranks == 1 or not self.blocks or self.blocks[0][0] <= negligible:
+        large = [block for block, _, i in self.blocks if block > negligible and mask >> i & 1]
+        if num_ranks == 1 or not large:
             return share
-        blocks = [(block, number * counts[i]) for block, number, i in self.blocks if mask >> i & 1]
-        for size in _sizes(blocks, max_divisor, max(1, negligible)):
+        for size in _sizes(large, max_divisor, max(1, negligible)):
             if size * -(-(numel // size) // num_ranks) > share:
-                pieces = sum([block // size * number for block, number in blocks])
+                pieces = sum([block // size * number * counts[i] for block, number, i in self.blocks if mask >> i & 1])
                 share = max(share, size * -(-pieces // num_ranks))
         return share
 
@@ -136,13 +136,11 @@ def _blocks(kind: Kind) -> list[tuple[int, int]]:
     return [(kind.granularity, full), (tail, 1)] if tail else [(kind.granularity, full)]
 
 
-def _sizes(blocks: Sequence[tuple[int, int]], max_divisor: int, negligible: int) -> list[int]:
+def _sizes(blocks: Sequence[int], max_divisor: int, negligible: int) -> list[int]:
     """The G worth trying, from blocks largest first: their sizes, first fractions, and the gcds of the largest ones."""
     sizes: list[int] = []
     common, last = 0, 0
-    for block, _ in blocks:
-        if block <= negligible:
-            break
+    for block in blocks:
         common = math.gcd(common, block)
         if common > negligible and common != block:
             sizes.append(common)
