@@ -70,7 +70,7 @@ class Muon(MatrixOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
-            "iteration_dtype": iteration_dtype,
+            "iteration_dtype": str(iteration_dtype).removeprefix("torch."),  # full state dicts take no torch.dtype
         }
         super().__init__(params, defaults, split=split, flatten=flatten, bucket_nbytes=bucket_nbytes, replicas=replicas)
 
@@ -138,7 +138,9 @@ class Muon(MatrixOptimizer):
 
 
 def _iteration(group: Group) -> NewtonSchulz:
-    return NewtonSchulz(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"], group["iteration_dtype"])
+    dtype = group["iteration_dtype"]
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return NewtonSchulz(tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"], dtype)
 
 
 def _check_options(group: Group) -> None:

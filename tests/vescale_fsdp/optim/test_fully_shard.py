@@ -14,7 +14,10 @@ from ranks import ranks
 from small_models import Tower, batch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -196,3 +199,26 @@ def test_without_a_bound_all_matrices_are_whole_and_with_none_to_spare_only_what
     for bound, count in ((1e6, 3), (0.0, 0)):
         policy = whole_matrices(module, num_ranks=2, max_padding_pct=bound)
         assert sum(policy(fqn, param) is not None for fqn, param in module.named_parameters()) >= count
+
+
+@ranks(4)
+@pytest.mark.parametrize("name", ["muon", "shampoo"])
+def test_a_full_state_dict_continues_training_on_another_mesh(name: str) -> None:
+    make: Callable[[nn.Module], torch.optim.Optimizer] = {"muon": muon, "shampoo": shampoo}[name]
+    modules = [model(), model()]
+    sizes: list[tuple[int, ...]] = [(4,), (2, 2)]
+    for module, mesh_sizes in zip(modules, sizes, strict=True):
+        for layer in module:
+            layer.unused.requires_grad_(False)
+            names = ("dp_replicate", "dp_shard")[-len(mesh_sizes) :]
+            fully_shard(layer, mesh=init_device_mesh("cpu", mesh_sizes, mesh_dim_names=names))
+    optimizers = [make(module) for module in modules]
+    train(modules[0], optimizers[0], share())
+    whole = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(modules[1], get_model_state_dict(modules[0], options=whole), options=whole)
+    state = get_optimizer_state_dict(modules[0], optimizers[0], options=whole)
+    set_optimizer_state_dict(modules[1], optimizers[1], state, options=whole)
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        train(module, optimizer, share())
+    for one, other in zip(*(module.parameters() for module in modules), strict=True):
+        torch.testing.assert_close(one.full_tensor(), other.full_tensor(), rtol=1e-4, atol=1e-5)  # type: ignore[attr-defined]
