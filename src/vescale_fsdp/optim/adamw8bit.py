@@ -143,8 +143,9 @@ class AdamW8bit(Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         for key, param in zip(saved, params, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, Tensor) and name != "step":
-                    self.state[param][name] = value.detach().to(param.device, copy=True)
+                if isinstance(value, Tensor):
+                    device = value.device if name == "step" else param.device
+                    self.state[param][name] = value.detach().to(device, copy=True)
             self._check_loaded(param)
 
     def _formats_of(self, group: State) -> tuple[BlockFormat, BlockFormat] | None:

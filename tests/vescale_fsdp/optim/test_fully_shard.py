@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from vescale_fsdp import fully_shard
-from vescale_fsdp.optim import Muon, Replicas, Shampoo, matrix_groups, whole_matrices
+from vescale_fsdp.optim import AdamW8bit, Muon, Replicas, Shampoo, matrix_groups, whole_matrices
 
 
 class Layer(nn.Module):
@@ -125,7 +125,11 @@ def test_accumulation_over_micro_batches_is_one_step() -> None:
 @ranks(2)
 @pytest.mark.parametrize("name", ["muon", "shampoo"])
 def test_state_dicts_of_torchs_checkpoint_api_continue_training(name: str) -> None:
-    make: Callable[[nn.Module], torch.optim.Optimizer] = {"muon": muon, "shampoo": shampoo}[name]
+    make: Callable[[nn.Module], torch.optim.Optimizer] = {
+        "muon": muon,
+        "shampoo": shampoo,
+        "adamw8bit": lambda module: AdamW8bit(module.parameters(), lr=0.02),
+    }[name]
     modules = [model(), model()]
     for module in modules:
         for layer in module:
@@ -202,9 +206,13 @@ def test_without_a_bound_all_matrices_are_whole_and_with_none_to_spare_only_what
 
 
 @ranks(4)
-@pytest.mark.parametrize("name", ["muon", "shampoo"])
+@pytest.mark.parametrize("name", ["muon", "shampoo", "adamw8bit"])
 def test_a_full_state_dict_continues_training_on_another_mesh(name: str) -> None:
-    make: Callable[[nn.Module], torch.optim.Optimizer] = {"muon": muon, "shampoo": shampoo}[name]
+    make: Callable[[nn.Module], torch.optim.Optimizer] = {
+        "muon": muon,
+        "shampoo": shampoo,
+        "adamw8bit": lambda module: AdamW8bit(module.parameters(), lr=0.02),
+    }[name]
     modules = [model(), model()]
     sizes: list[tuple[int, ...]] = [(4,), (2, 2)]
     for module, mesh_sizes in zip(modules, sizes, strict=True):
