@@ -123,7 +123,7 @@ def draw(lines: Sequence[Line]) -> None:
     figure.text(0.012, 0.972, title, fontsize=12, weight="bold", color=INK)
     for down, rows in enumerate(CHART_ROWS):
         for across, model in enumerate(CHART_MODELS):
-            axes = figure.add_axes((0.065 + across * 0.318, 0.705 - down * 0.288, 0.275, 0.215))
+            axes = figure.add_axes((0.065 + across * 0.318, 0.705 - down * 0.288, 0.262, 0.215))
             cells = [
                 x for x in lines if (x["model"], x["rows"]) == (model, rows) and int(x["num_ranks"]) >= FIRST_RANKS
             ]
