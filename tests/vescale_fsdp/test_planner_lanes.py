@@ -66,3 +66,16 @@ def test_small_tensors_may_have_a_lane_of_their_own() -> None:
     ]
     group = plan_group(specs, 24, unit=1, align=1, max_lanes=2)
     assert ([lane.share for lane in group.lanes], group.padding) == ([192, 1], 0)
+
+
+def test_tensors_smaller_than_a_share_may_have_a_lane_of_their_own() -> None:
+    # 8 tensors of 10 blocks of 16 fill 80 of each of 16 shares; the others, 6151 elements, need 385.
+    # One buffer takes 469.
+    sizes = [(297, 3, 1), (96, 1, 2), (160, 16, 8), (56, 7, 2), (95, 5, 30), (1350, 7, 2)]
+    specs = [
+        ParamSpec(f"p{kind}.{i}", (numel,), granularity=Granularity(run))
+        for kind, (numel, run, count) in enumerate(sizes)
+        for i in range(count)
+    ]
+    one, two = (plan_group(specs, 16, unit=1, align=1, max_lanes=lanes) for lanes in (1, 2))
+    assert (one.share, [lane.share for lane in two.lanes]) == (469, [385, 80])

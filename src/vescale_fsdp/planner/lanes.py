@@ -23,6 +23,9 @@ NUM_SEEDS = 10
 NUM_TRIES = 16
 """Splits laid out per number of lanes."""
 
+HEAVY = 10
+"""A kind with at least one in so many of the elements is tried in a lane of its own."""
+
 PARTED = 1010
 """Copies of one kind are parted where a split needs more than so many thousandths of what any layout needs:"""
 
@@ -161,7 +164,7 @@ class _Splitter:
         """The least split found into `num_lanes`, if its share is less than that of these fewer lanes."""
         seeds = [variant for seed in self.seeds(num_lanes) for variant in self.variants(seed)]
         splits = list(dict.fromkeys(tuple(map(self.all_of, split)) for split in seeds))
-        best = self.first_of(splits, total(lanes), NUM_TRIES)
+        best = self.first_of([*splits, *self.with_one_alone(lanes)], total(lanes), NUM_TRIES)
         below = total(lanes) if best is None else total(best)
         if below * 1000 <= self.least * PARTED or not any(count > 1 for count in self.bounds.counts):
             return best
@@ -195,6 +198,17 @@ class _Splitter:
         """Shares of the lanes that are laid out, lower bounds of the others: a bad lane is met only once."""
         lanes, bound = self.lanes, self.bounds.of_counts
         return sum([lanes[counts].layout.share if counts in lanes else bound(counts) for counts in split])
+
+    def with_one_alone(self, lanes: Sequence[Lane]) -> Iterator[CountedSplit]:
+        """The lanes with a kind that holds much of the group, such as the experts, in a new lane of its own."""
+        heavy = self.problem.numel // HEAVY
+        for at, lane in enumerate(lanes):
+            others = [other.counts for other in (*lanes[:at], *lanes[at + 1 :])]
+            for i in lane.kinds:
+                if self.problem.kinds[i].numel * lane.counts[i] >= heavy and len(lane.kinds) > 1:
+                    alone = tuple([count if j == i else 0 for j, count in enumerate(lane.counts)])
+                    rest = tuple([0 if j == i else count for j, count in enumerate(lane.counts)])
+                    yield (*others, rest, alone)
 
     def seeds(self, num_lanes: int) -> list[Split]:
         """Ways to put the families into lanes, one of which may wait for small kinds only."""
