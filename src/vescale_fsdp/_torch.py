@@ -157,7 +157,7 @@ def regrouped(mesh: DeviceMesh, num_ranks: int) -> DeviceMesh:
 
 def finished(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor behind an asynchronous collective's result, once it is there (2.1)."""
-    return cast(torch.Tensor, tensor.wait()) if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def user_attributes(param: torch.Tensor) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class _Lines:
             members = [(t, n) for t, numbers in enumerate(tensors) if lines[t] == line for n in numbers]
             for tensor, number in members:
                 stays[number] = whole[number] if homes[tensor] == line else None
-            at = [None if stays[n] is None else self._split(stays[n])[1] for _, n in members]
+            stay = [stays[number] for _, number in members]
+            at = [None if rank is None else self._split(rank)[1] for rank in stay]
             chosen = select_owners([costs[n] for _, n in members], self.sizes[self._axis], whole=at).owners
             for (_, number), position in zip(members, chosen, strict=True):
                 owners[number] = self._join(line, position)
