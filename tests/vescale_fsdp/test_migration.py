@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from ragged_dtensor import RaggedShard
 from vescale_fsdp import CheckpointError, FSDPModule, ParamPolicy, from_fsdp2, fully_shard, to_fsdp2
 from vescale_fsdp.demo.meter import StepMeter
-from vescale_fsdp.optim import AdamW8bit, Muon, matrix_groups
+from vescale_fsdp.optim import AdamW8bit, Muon, flat, matrix_groups
 
 Wrap = Callable[..., Any]
 
@@ -54,6 +54,21 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def assert_same(one: nn.Module, other: nn.Module) -> None:
     for fqn, value in whole(one).items():
         assert torch.equal(value, whole(other)[fqn]), fqn
+
+
+@ranks(2)
+def test_an_optimizer_on_flat_shards_goes_on_through_both_changes() -> None:
+    torch.manual_seed(1)
+    reference = fsdp2(nn.Linear(7, 8, bias=False))  # even rows: both engines hold pieces of equal size
+    torch.manual_seed(1)
+    moved = fully_shard(nn.Linear(7, 8, bias=False))
+    optimizer, other = flat(adamw(moved), moved), adamw(reference)
+    for number, change in enumerate((to_fsdp2, from_fsdp2, None)):
+        step(moved, optimizer, number)
+        step(reference, other, number)
+        assert_same(moved, reference)
+        if change is not None:
+            change(moved, optimizer)
 
 
 @ranks(1, 3, 4)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from vescale_fsdp.errors import VescaleError
 from vescale_fsdp.shards import Shards
-from vescale_fsdp.state import find_state
+from vescale_fsdp.state import ModuleState, find_state
 
 from .strip import Segment, Strip
 
@@ -53,6 +54,8 @@ def flat(optimizer: Optimizer, model: nn.Module) -> Optimizer:
         raise ValueError("flat: optimizer.step was replaced, by a scheduler perhaps. Call flat() before you make that.")
     for group in optimizer.param_groups:
         _check(group)
+    if not _states(model):
+        raise ValueError(f"flat: {type(model).__name__} holds no module that vescale_fsdp.fully_shard wrapped")
     make: Callable[..., Optimizer] = type(optimizer)
     shadow = make([torch.zeros(0)])
     optimizer.__class__ = kind
@@ -86,10 +89,23 @@ class Flattened:
         held = {member.param for strip in self._strips for member in strip.members}
         self._others = [param for param in group_of if param not in held]
         self._group_of = group_of
+        self._listed = [list(group["params"]) for group in self._optimizer.param_groups]
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether buffers, parameters and groups are those of the strips; anyone may replace them between steps."""
+        if any(shards.buffer.flat is not flat for shards, flat in self._buffers):
+            return False
+        lists = [group["params"] for group in self._optimizer.param_groups]
+        if [len(each) for each in lists] != [len(each) for each in self._listed]:
+            return False
+        return all(strip.is_current for strip in self._strips) and all(
+            all(map(is_, params, listed)) for params, listed in zip(lists, self._listed, strict=True)
+        )
 
     def step(self) -> None:
         """One step of every parameter that has a gradient."""
-        if any(shards.buffer.flat is not flat for shards, flat in self._buffers):
+        if not self._is_current:
             self.regroup()
         states, groups = self._optimizer.state, self._optimizer.param_groups
         settings = [_settings(group) for group in groups]
@@ -176,11 +192,12 @@ _KINDS: dict[type[Optimizer], type[_Flat]] = {
 }
 
 
+def _states(model: nn.Module) -> list[ModuleState]:
+    return list(dict.fromkeys(state for module in model.modules() if (state := find_state(module)) is not None))
+
+
 def _shards(model: nn.Module) -> Iterator[tuple[Shards, Sequence[str]]]:
-    states = dict.fromkeys(state for module in model.modules() if (state := find_state(module)) is not None)
-    if not states:
-        raise ValueError(f"flat: {type(model).__name__} holds no module that vescale_fsdp.fully_shard wrapped")
-    for state in states:
+    for state in _states(model):
         for group in state.groups:
             yield group.shards, group.fqns
 

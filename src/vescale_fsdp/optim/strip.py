@@ -90,6 +90,12 @@ class Strip:
         self._joins: tuple[bool, ...] = ()
         self.segments: list[Segment] = []
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters still are views of the shard buffer; `to_fsdp2` gives them other memory."""
+        local = _torch.local_of(self.members[0].param)
+        return local.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+
     def prepare(self, states: Mapping[Tensor, State], joins: Sequence[bool]) -> list[Member]:
         """Bind this step's gradients to segments; returns the members that have to be stepped on their own.
 

@@ -304,6 +304,24 @@ def test_added_groups_foreign_parameters_and_converted_models_are_stepped() -> N
     assert torch.equal(*owned)
 
 
+@ranks(2)
+def test_parameters_that_change_their_group_or_leave_it_are_stepped_as_their_group_says() -> None:
+    trained = pair("sgd momentum")
+    for model, optim in trained:
+        optim.add_param_group({"params": list(model.head.parameters())[:0], "lr": 0.001})
+    for number in range(3):
+        for model, optim in trained:
+            backward(model, number)
+            if number == 1:  # by assignment, as torch allows: nothing is called
+                params = optim.param_groups[0]["params"]
+                optim.param_groups[0]["params"], optim.param_groups[1]["params"] = params[4:], params[:3]
+            if number == 2:
+                del optim.param_groups[0]["params"][0]
+            optim.step()
+            optim.zero_grad()
+    assert_equal(trained)
+
+
 @ranks(1)
 def test_what_flat_does_not_know_is_refused() -> None:
     model = wrapped()
