@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from . import _torch
+from .encoded import EncodedTensor
 from .group import ParamGroup
 from .mesh import DataMesh
 from .preflight import Circle, DivergenceError, Statement, agree
@@ -44,17 +45,22 @@ def _by_replicas(groups: Sequence[ParamGroup]) -> list[tuple[DataMesh, list[tupl
     """Names and shards that one process group of replicas holds; subclasses that gather themselves are left out."""
     found: dict[int, tuple[DataMesh, list[tuple[str, torch.Tensor]]]] = {}
     for group in groups:
-        silent = group.mesh.num_replicas == 1 or group.shards.buffer.flat.is_meta or Circle(group.mesh).is_silent
+        silent = group.mesh.num_replicas == 1 or group.shards.held.is_meta or Circle(group.mesh).is_silent
         if not silent:
             _, members = found.setdefault(id(group.mesh.replicate_group), (group.mesh, []))
-            members += zip(group.fqns, group.shards.locals, strict=True)
+            locals_ = zip(group.fqns, group.shards.locals, strict=True)
+            members += [(fqn, part) for fqn, local in locals_ for part in _parts(local)]
     return list(found.values())
+
+
+def _parts(local: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (local.payload, local.scales) if isinstance(local, EncodedTensor) else (local,)
 
 
 def _differing(fqns: Sequence[str], digests: torch.Tensor) -> list[str]:
     """Names of tensors whose digests, (replicas, tensors, 2), are not the same in all replicas."""
     equal = (digests == digests[:1]).all(dim=2).all(dim=0)
-    return [fqn for fqn, same in zip(fqns, equal.tolist(), strict=True) if not same]
+    return list(dict.fromkeys(fqn for fqn, same in zip(fqns, equal.tolist(), strict=True) if not same))
 
 
 def _offer(fqns: Sequence[str]) -> str:
@@ -68,7 +74,7 @@ def _offer(fqns: Sequence[str]) -> str:
 def copy_to_replicas(group: ParamGroup, source: int) -> None:
     """Give every replica the shards of replica `source`."""
     if group.mesh.replicate_group is not None and group.mesh.num_replicas > 1:
-        dist.broadcast(group.shards.buffer.flat, group_src=source, group=group.mesh.replicate_group)
+        dist.broadcast(group.shards.held, group_src=source, group=group.mesh.replicate_group)
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:

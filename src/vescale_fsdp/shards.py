@@ -64,6 +64,11 @@ class Shards:
         return self.buffer.nbytes
 
     @property
+    def held(self) -> torch.Tensor:
+        """The one flat tensor that this rank's parameters lie in."""
+        return self.buffer.flat
+
+    @property
     def is_meta(self) -> bool:
         return self.device.type == "meta"
 

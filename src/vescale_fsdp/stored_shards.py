@@ -59,6 +59,10 @@ class StoredShards(Shards):
     def nbytes(self) -> int:
         return self.memory.nbytes
 
+    @property
+    def held(self) -> torch.Tensor:
+        return self.memory.memory
+
     def encoded(self, index: int, dtype: torch.dtype) -> EncodedTensor:
         """This rank's piece of tensor `index`, a view of the memory."""
         return EncodedTensor(

@@ -21,6 +21,7 @@ from vescale_fsdp import (
     MixedPrecisionPolicy,
     ParamPolicy,
     VescaleError,
+    broadcast_replicas,
     fully_shard,
     load,
     report,
@@ -259,6 +260,24 @@ def test_replicas_and_a_shard_kept_over_fewer_ranks_give_the_same_losses() -> No
     first = train(wrapped("mxfp4"))
     assert train(wrapped("mxfp4", mesh=mesh)) == pytest.approx(first, rel=1e-5)
     assert train(wrapped("mxfp4", reshard_after_forward=2)) == first
+
+
+@ranks(4)
+def test_replicas_that_hold_other_codes_raise_and_can_be_made_equal() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layer = nn.Linear(96, 160, bias=False).requires_grad_(False)
+    torch.manual_seed(mesh.get_local_rank("replicate"))
+    nn.init.normal_(layer.weight)
+    fully_shard(layer, mesh=mesh, param_policy=lambda fqn, param: ParamPolicy(format="mxfp4"))
+    with pytest.raises(VescaleError, match=r"start from different weights, and would stay apart: weight\. Call"):
+        VescaleError, match=r"replicas start from different weights, and would stay apart: weight\. Call"
+    ):
+        layer(torch.ones(1, 96))
+    broadcast_replicas(layer)
+    torch.manual_seed(0)
+    expected = decoded(nn.init.normal_(torch.empty(160, 96)), "mxfp4")
+    assert torch.equal(layer.weight.full_tensor(), expected)  # type: ignore[operator]
+    torch.testing.assert_close(layer(torch.ones(1, 96)), expected.sum(1)[None])
 
 
 def save_both(folder: str) -> None:
