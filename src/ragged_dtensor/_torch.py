@@ -273,6 +273,12 @@ def first_hashed_argument(op: Any) -> int | None:
     return int(infos[0].static_argnum) if infos else None
 
 
+def tells_lists_apart(op: Any) -> bool:
+    """Whether torch's cache looks at the tensors in an op's lists; where it does not, it knows their number alone."""
+    infos = _schema_infos(op)
+    return bool(infos and infos[0].needs_pytree)
+
+
 def hashed_keywords(op: Any) -> set[str]:
     """The keywords of which torch's cache tells calls with different values apart."""
     infos = _schema_infos(op)

@@ -46,6 +46,7 @@ UNTAGGED = {
     "hardswish",
     "hardswish_backward",
     "hardtanh_backward",
+    "leaky_relu",
     "leaky_relu_backward",
     "log_sigmoid_backward",
     "masked_fill",

@@ -114,6 +114,8 @@ _answers = Answers()
 
 def _may_be_cached(call: OpCall, rule: Rule) -> bool:
     """Whether torch's cache tells all calls apart whose answers differ: numbers may decide dtypes, dims and sizes."""
+    if any(operand.where[1] is not None for operand in call.operands) and not _torch.tells_lists_apart(call.op):
+        return False
     tensors = {operand.where[0] for operand in call.operands}
     numbers = [i for i in range(len(call.schema.args_schema)) if i not in tensors]
     is_elementwise_rule = rule in (elementwise, elementwise_on_lists, same_layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from ragged_oracle import numbered
@@ -34,6 +35,8 @@ def test_a_graph_is_reused_for_equal_cuts_and_compiled_anew_for_others() -> None
 @ranks(2)
 def test_movements_compile_forward_and_backward() -> None:
     """C08, pytorch#141835: a move to another dim differed in stride between eager and compiled."""
+    if torch.__version__.startswith("2.11."):
+        pytest.skip("dynamo of torch 2.11 takes no placement from a global variable")
 
     def whole(x: DTensor) -> torch.Tensor:
         return x.full_tensor() * 2
@@ -64,6 +67,8 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 @ranks(2)
 def test_replicas_are_cut_in_a_graph() -> None:
+    if torch.__version__.startswith("2.11."):
+        pytest.skip("dynamo of torch 2.11 takes no placement from a global variable")
     f = torch.compile(lambda x: x.redistribute(placements=[EVEN]), backend="aot_eager", fullgraph=True)
     x = ragged((1, 3)).redistribute(placements=[Replicate()])
     assert torch.equal(f(x).to_local(), numbered((8, 4)).split(4)[dist.get_rank()])

