@@ -11,10 +11,11 @@ import torch.distributed as dist
 from ranks import ranks
 from small_models import Tower, batch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils._pytree import tree_map_only
 
-from vescale_fsdp import fully_shard, traffic
+from vescale_fsdp import broadcast_replicas, fully_shard, traffic
 
 aten = torch.ops.aten
 KEEPS_TYPE = {
@@ -116,6 +117,15 @@ def test_a_subclass_trains_like_under_fsdp2() -> None:
         losses.append(found)
     assert losses[0] == losses[1]
     assert losses[0][2] != losses[0][0]
+
+
+@ranks(2)
+def test_replicas_of_a_subclass_are_not_said_to_be_equal_without_a_copy() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(HalfGathered(torch.full((4, 4), float(dist.get_rank()))))
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("rep", "dp")))
+    with pytest.raises(NotImplementedError, match=r"weight: gathers itself .* the same seed"):
+        broadcast_replicas(layer)
 
 
 @pytest.mark.parametrize("hidden", [5, 2])
