@@ -217,6 +217,13 @@ def test_an_optimizer_that_was_not_saved_is_named_and_left_as_it_was() -> None:
 
 
 @ranks(2)
+def test_an_optimizer_of_another_model_is_refused_in_words() -> None:
+    folder, model, other = shared_folder(), wrapped(seed=1), wrapped(seed=2)
+    with pytest.raises(CheckpointError, match=r"optimizer: . of its . parameters are none of the model's"):
+        save(folder, model, adamw(other))
+
+
+@ranks(2)
 def test_extra_holds_json_and_an_error_of_one_rank_is_all_ranks() -> None:
     root = shared_folder()
     model = wrapped(1)

@@ -26,8 +26,19 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[
     values = get_model_state_dict(model)
     state: dict[str, Any] = {"model": {fqn: value for fqn, value in values.items() if fqn not in aliases}}
     if optimizer is not None:
+        _check_owner(model, optimizer)
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state
+
+
+def _check_owner(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    known = set(model.parameters())
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if strange := sum(param not in known for param in params):
+        raise CheckpointError(
+            f"optimizer: {strange} of its {len(params)} parameters are none of the model's. "
+            f"Give the optimizer that was made with this model's parameters."
+        )
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
