@@ -3,10 +3,10 @@
 Reading order; a file imports only what stands before it:
 
     errors _torch nested policy packing tiling block_format block_cuts encoded hookspecs constraints plugins spec
-    layout planes plane_memory plan planner testing shapes wishes model_plan advisor picture simulate mesh home preflight
-    managed guards buffer streams traffic transfer quantized shards stored_shards extensions kept gradients reduction
-    full_values group encoded_group extension_group grouping replicas schedule state footprint module forward_method
-    comm_context broadcast ema fully_shard grad_clip optim checkpoint report demo cli
+    layout planes plane_memory plan planner testing shapes wishes model_plan advisor picture simulate mesh home
+    preflight managed guards buffer streams traffic transfer quantized shards stored_shards extensions kept
+    gradients reduction full_values group encoded_group extension_group grouping replicas schedule state footprint
+    module forward_method comm_context broadcast ema fully_shard grad_clip optim checkpoint report demo cli
 
 Importing changes nothing in torch.
 """
