@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp import BlockFormat, ParamPolicy, fully_shard, hookimpl
-from vescale_fsdp.block_format import Encoded, decode, encode
+from vescale_fsdp.formats import Encoded, decode, encode
 from vescale_fsdp.hookspecs import LayoutConstraint
 from vescale_fsdp.optim import AdamW8bit
 from vescale_fsdp.plugins import register, registry

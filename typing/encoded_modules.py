@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp import BlockFormat, ParamPolicy, fully_shard
-from vescale_fsdp.encoded import EncodedTensor, TakesEncoded, takes_encoded
+from vescale_fsdp.formats import EncodedTensor, TakesEncoded, takes_encoded
 
 
 class BlockLinear(nn.Module):

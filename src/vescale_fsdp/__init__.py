@@ -2,18 +2,16 @@
 
 Reading order; a file imports only what stands before it:
 
-    errors _torch nested policy packing tiling block_format block_cuts encoded hookspecs constraints plugins spec
-    layout planes plane_memory plan planner testing shapes wishes model_plan advisor picture simulate mesh home
-    preflight managed guards buffer streams traffic transfer quantized shards stored_shards extensions kept
-    gradients reduction full_values group encoded_group extension_group grouping replicas schedule state footprint
-    module forward_method comm_context broadcast ema fully_shard grad_clip optim checkpoint report demo cli
+    errors _torch nested policy spec layout formats hookspecs constraints plugins plan planner testing shapes wishes
+    model_plan advisor picture simulate mesh home preflight managed guards group grouping replicas schedule state
+    footprint module forward_method comm_context broadcast ema fully_shard grad_clip optim checkpoint report demo
+    cli
 
 Importing changes nothing in torch.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
-from .block_format import BlockFormat
 from .broadcast import broadcast_replicas
 from .checkpoint import (
     CheckpointError,
@@ -30,6 +28,7 @@ from .checkpoint import (
 from .comm_context import share_comm_ctx
 from .ema import ShardedEMA
 from .errors import VescaleError
+from .formats.block_format import BlockFormat
 from .forward_method import register_fsdp_forward_method
 from .fully_shard import fully_shard
 from .grad_clip import clip_grad_norm_

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .errors import VescaleError
-from .group import ParamGroup
+from .group.param_group import ParamGroup
 from .replicas import copy_to_replicas
 from .state import find_state
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .encoded_group import EncodedGroup
-from .extension_group import ExtensionGroup
-from .group import ParamGroup
+from .group.encoded_group import EncodedGroup
+from .group.extension_group import ExtensionGroup
+from .group.param_group import ParamGroup
+from .group.streams import DeviceStreams
 from .state import ModuleState
-from .streams import DeviceStreams
 
 __all__ = ["GroupFootprint", "StepFootprint", "footprint_of_group", "footprint_of_step"]
 

@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
 
 from . import _torch
-from .encoded_group import EncodedGroup, is_handed
 from .errors import VescaleError
-from .extension_group import ExtensionGroup
-from .group import ParamGroup
+from .group.encoded_group import EncodedGroup, is_handed
+from .group.extension_group import ExtensionGroup
+from .group.param_group import ParamGroup
+from .group.streams import streams_of
 from .grouping import Members, plan_groups
 from .guards import watch_optimizers
 from .managed import ManagedParam, check_param, find_buffers, find_managed, warn_of_losses
@@ -23,7 +24,6 @@ from .module import FSDPModule
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, ParamPolicy
 from .preflight import Circle, failing_together
 from .state import ModuleState, find_state
-from .streams import streams_of
 
 __all__ = ["fully_shard"]
 

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ragged_dtensor import Granularity
 
-from .block_cuts import check_other_cuts
-from .block_format import BlockFormat
-from .encoded_group import is_handed
 from .errors import VescaleError
-from .extensions import is_extension
+from .formats.block_cuts import check_other_cuts
+from .formats.block_format import BlockFormat
+from .group.encoded_group import is_handed
+from .group.extensions import is_extension
 from .home import Home
 from .managed import ManagedParam
 from .mesh import DataMesh, NamedAxes

@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 
 import pluggy
 
-from .block_format import BlockFormat
+from .formats.block_format import BlockFormat
 
 __all__ = ["ENTRY_POINT_GROUP", "HookSpecs", "LayoutConstraint", "hookimpl", "hookspec"]
 

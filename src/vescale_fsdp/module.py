@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
 from . import _torch
-from .group import ParamGroup
+from .group.param_group import ParamGroup
 from .state import ModuleState, find_state
 
 __all__ = ["FSDPModule", "UnshardHandle"]

@@ -14,9 +14,10 @@ import pluggy
 
 from ragged_dtensor.granularity import ELEMENT, Granularity
 
-from . import block_format, constraints
-from .block_format import BlockFormat
+from . import constraints
 from .errors import PlanError, PluginError
+from .formats import block_format
+from .formats.block_format import BlockFormat
 from .hookspecs import ENTRY_POINT_GROUP, HookSpecs, LayoutConstraint
 from .policy import ParamPolicy
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from . import _torch
-from .encoded import EncodedTensor
-from .group import ParamGroup
+from .formats.encoded import EncodedTensor
+from .group.param_group import ParamGroup
 from .mesh import DataMesh
 from .preflight import Circle, DivergenceError, Statement, agree
 

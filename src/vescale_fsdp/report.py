@@ -8,10 +8,10 @@ from torch import nn
 
 from .errors import VescaleError
 from .footprint import footprint_of_group, footprint_of_step
-from .group import ParamGroup
+from .group.param_group import ParamGroup
+from .group.traffic import Traffic
 from .plan import GroupPlan, Plan
 from .state import ModuleState, find_state
-from .traffic import Traffic
 
 __all__ = ["GroupReport", "ModelReport", "Traffic", "explain", "report", "traffic"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-from .streams import Streams
-from .traffic import Traffic
+from .group.streams import Streams
+from .group.traffic import Traffic
 
 __all__ = ["Schedule"]
 

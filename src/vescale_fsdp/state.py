@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import _torch
-from .group import ParamGroup, Phase
+from .group.param_group import ParamGroup, Phase
 from .guards import Census
 from .nested import cast_floats, map_tensors, with_grad
 from .plan import Plan

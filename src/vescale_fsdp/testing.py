@@ -19,11 +19,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from .block_format import BlockFormat, Encoded, decode, encode, granularity_of, payload_nbytes
+from .formats.block_format import BlockFormat, Encoded, decode, encode, granularity_of, payload_nbytes
+from .formats.tiling import Tiling
 from .plan import Span
 from .planner import plan_group
 from .spec import ParamSpec, alignment
-from .tiling import Tiling
 
 __all__ = ["SHAPES", "WORLD_SIZES", "BlockFormatContract"]
 

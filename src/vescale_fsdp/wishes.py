@@ -23,12 +23,12 @@ from typing import Literal
 from ragged_dtensor.granularity import Granularity
 
 from .errors import PluginError, VescaleError
+from .formats.tiling import Tiling
 from .plugins import granularity_of, registry
 from .policy import ParamPolicy
 from .shapes import ModelShapes, ShapeGroup, merge_equal
 from .shapes.checks import brief
 from .spec import ParamSpec
-from .tiling import Tiling
 
 __all__ = ["Wish", "WishError", "grant", "parse_wish"]
 

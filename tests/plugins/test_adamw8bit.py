@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from vescale_int8 import INT8_FORMATS
 
-from vescale_fsdp.block_format import decode, encode
 from vescale_fsdp.errors import VescaleError
+from vescale_fsdp.formats.block_format import decode, encode
 from vescale_fsdp.optim.adamw8bit import AdamW8bit
 
 SIGNED, UNSIGNED = INT8_FORMATS["dynamic8_block"], INT8_FORMATS["dynamic8_block_unsigned"]

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from vescale_fsdp import ParamPolicy, VescaleError, fully_shard, report
-from vescale_fsdp.block_cuts import block_step, check_other_cuts
-from vescale_fsdp.block_format import decode, encode
+from vescale_fsdp.formats.block_cuts import block_step, check_other_cuts
+from vescale_fsdp.formats.block_format import decode, encode
 from vescale_fsdp.plugins import registry
 
 SHAPES = [(12,), (8, 6), (6, 8), (4, 6, 8), (3, 4, 6), (4, 2, 3, 2), (6, 2, 2, 4)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vescale_fsdp.block_format import decode, decode_into, encode, encode_into, granularity_of, payload_nbytes
+from vescale_fsdp.formats.block_format import decode, decode_into, encode, encode_into, granularity_of, payload_nbytes
+from vescale_fsdp.formats.tiling import Tiling
 from vescale_fsdp.plugins import registry
-from vescale_fsdp.tiling import Tiling
 
 
 @pytest.mark.parametrize(("name", "numel"), [("mxfp8", 5), ("mxfp6_e2m3", 20), ("mxfp4", 10)])
@@ -23,7 +23,7 @@ def test_chunks_written_in_place_are_the_bits_of_the_whole(
     format = registry().format(name)
     full = torch.randn(shape, generator=torch.Generator().manual_seed(1)).flatten()
     whole = encode(format, full, shape)
-    monkeypatch.setattr("vescale_fsdp.block_format.CHUNK_NUMEL", 500)
+    monkeypatch.setattr("vescale_fsdp.formats.block_format.CHUNK_NUMEL", 500)
     payload = torch.full((payload_nbytes(format, full.numel()) + 1,), 7, dtype=torch.uint8)
     scales = torch.zeros(Tiling(format.block_shape, shape).num_blocks + 1, dtype=format.scale_dtype)
     encode_into(format, full, shape, payload[:-1], scales[:-1])

@@ -12,8 +12,8 @@ from ranks import ranks
 from torch import nn
 
 from vescale_fsdp import ParamPolicy, fully_shard
-from vescale_fsdp.block_format import Encoded, decode
-from vescale_fsdp.encoded import EncodedTensor
+from vescale_fsdp.formats.block_format import Encoded, decode
+from vescale_fsdp.formats.encoded import EncodedTensor
 from vescale_fsdp.plugins import registry
 
 DOC = Path(__file__).parents[2] / "docs" / "block-formats.md"

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from vescale_fsdp import FSDPModule, ParamPolicy, VescaleError, fully_shard, traffic
-from vescale_fsdp.block_format import encode
-from vescale_fsdp.encoded import EncodedTensor
+from vescale_fsdp.formats.block_format import encode
+from vescale_fsdp.formats.encoded import EncodedTensor
 from vescale_fsdp.plugins import registry
 
 

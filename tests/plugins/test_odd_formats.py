@@ -13,8 +13,8 @@ from ranks import ranks
 from torch import nn
 
 from vescale_fsdp import ParamPolicy, fully_shard, hookimpl
-from vescale_fsdp.block_format import BlockFormat, decode, encode, granularity_of
 from vescale_fsdp.errors import PluginError
+from vescale_fsdp.formats.block_format import BlockFormat, decode, encode, granularity_of
 from vescale_fsdp.plugins import Registry, register, unregister
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vescale_fsdp.errors import VescaleError
-from vescale_fsdp.packing import codes_per_pack, pack, packed_numel, unpack
+from vescale_fsdp.formats.packing import codes_per_pack, pack, packed_numel, unpack
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])

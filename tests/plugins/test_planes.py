@@ -6,11 +6,11 @@ import pytest
 
 from ragged_dtensor.granularity import Granularity
 from vescale_fsdp.errors import PlanError
+from vescale_fsdp.formats.planes import Planes
+from vescale_fsdp.formats.tiling import Tiling
 from vescale_fsdp.layout import LanePlan, Layout
-from vescale_fsdp.planes import Planes
 from vescale_fsdp.planner import plan_group
 from vescale_fsdp.spec import ParamSpec
-from vescale_fsdp.tiling import Tiling
 
 
 def two_ranks() -> Planes:

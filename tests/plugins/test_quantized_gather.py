@@ -9,15 +9,15 @@ from ranks import ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import ParamPolicy
-from vescale_fsdp.block_format import decode, encode
-from vescale_fsdp.buffer import DBuffer
+from vescale_fsdp.formats.block_format import decode, encode
+from vescale_fsdp.group.buffer import DBuffer
+from vescale_fsdp.group.quantized import QuantizedGather
+from vescale_fsdp.group.traffic import Traffic
 from vescale_fsdp.mesh import DataMesh
 from vescale_fsdp.plan import GroupPlan
 from vescale_fsdp.planner import plan_group
 from vescale_fsdp.plugins import granularity_of, registry
-from vescale_fsdp.quantized import QuantizedGather
 from vescale_fsdp.spec import ParamSpec
-from vescale_fsdp.traffic import Traffic
 
 SHAPES = {"big": (512, 256), "edges": (130, 70), "experts": (3, 50, 40), "row": (600,), "none": (0, 8), "scalar": ()}
 FORMATS = ("fp8_block", "fp8_row_pow2", "mxfp8", "mxfp6_e3m2", "mxfp4")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import MixedPrecisionPolicy, ParamPolicy, VescaleError, fully_shard, report, traffic
-from vescale_fsdp.block_format import decode, encode
+from vescale_fsdp.formats.block_format import decode, encode
 from vescale_fsdp.plugins import registry
 
 

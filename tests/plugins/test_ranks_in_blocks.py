@@ -18,14 +18,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from ragged_dtensor import RaggedShard, distribute_tensor
 from vescale_fsdp import ParamPolicy
-from vescale_fsdp.block_format import encode
 from vescale_fsdp.errors import VescaleError
+from vescale_fsdp.formats.block_format import encode
+from vescale_fsdp.formats.tiling import Tiling
 from vescale_fsdp.optim import AdamW8bit
 from vescale_fsdp.planner import plan_group
 from vescale_fsdp.plugins import granularity_of, registry
 from vescale_fsdp.spec import ParamSpec
 from vescale_fsdp.testing import SHAPES
-from vescale_fsdp.tiling import Tiling
 
 FORMATS = ("fp8_block", "fp8_row_pow2", "mxfp8", "mxfp6_e2m3", "mxfp4", "dynamic8_block", "int8_flat")
 """One of each shape and width; the contract tests cut all formats at the same world sizes, without ranks."""

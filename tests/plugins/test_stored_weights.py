@@ -28,8 +28,8 @@ from vescale_fsdp import (
     save,
     traffic,
 )
-from vescale_fsdp.block_format import decode, encode
-from vescale_fsdp.encoded import EncodedTensor
+from vescale_fsdp.formats.block_format import decode, encode
+from vescale_fsdp.formats.encoded import EncodedTensor
 from vescale_fsdp.plugins import registry
 
 

@@ -10,7 +10,7 @@ import torch
 from block_drawing import blocks_by_drawing
 
 from vescale_fsdp.errors import VescaleError
-from vescale_fsdp.tiling import Tiling
+from vescale_fsdp.formats.tiling import Tiling
 
 SHAPES = [
     (),

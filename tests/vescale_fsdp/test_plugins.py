@@ -12,8 +12,8 @@ import torch
 
 from ragged_dtensor.granularity import ELEMENT
 from vescale_fsdp import plugins
-from vescale_fsdp.block_format import BlockFormat
 from vescale_fsdp.errors import PlanError, PluginError
+from vescale_fsdp.formats.block_format import BlockFormat
 from vescale_fsdp.hookspecs import LayoutConstraint, hookimpl
 from vescale_fsdp.plugins import Registry, granularity_of
 from vescale_fsdp.policy import ParamPolicy

@@ -17,9 +17,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from vescale_fsdp import MixedPrecisionPolicy, VescaleError, fully_shard, transfer
+from vescale_fsdp import MixedPrecisionPolicy, VescaleError, fully_shard
+from vescale_fsdp.group import transfer
+from vescale_fsdp.group.streams import Streams
 from vescale_fsdp.state import find_state
-from vescale_fsdp.streams import Streams
 
 
 def wrapped(model: nn.Module, shard: Callable[..., object] = fully_shard, **kwargs: object) -> nn.Module:

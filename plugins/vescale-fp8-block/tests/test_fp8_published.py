@@ -11,7 +11,7 @@ import pytest
 import torch
 from vescale_fp8_block import FP8_FORMATS, Fp8Block
 
-from vescale_fsdp.block_format import encode
+from vescale_fsdp.formats import encode
 
 ELEMENTS = {torch.float8_e4m3fn: (ml_dtypes.float8_e4m3fn, 448.0), torch.float8_e5m2: (ml_dtypes.float8_e5m2, 57344.0)}
 

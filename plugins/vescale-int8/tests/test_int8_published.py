@@ -8,7 +8,7 @@ import torch
 from vescale_int8 import INT8_FORMATS, dynamic_map
 from vescale_int8.dynamic import nearest_codes
 
-from vescale_fsdp.block_format import decode, encode
+from vescale_fsdp.formats import decode, encode
 
 torchao_optim = pytest.importorskip("torchao.optim.quant_utils")
 

@@ -12,8 +12,7 @@ import torch
 from vescale_mx import MX_FORMATS
 from vescale_mx.small_float import E2M1, E2M3, E3M2, SmallFloat
 
-from vescale_fsdp.block_format import decode, encode
-from vescale_fsdp.packing import pack, unpack
+from vescale_fsdp.formats import decode, encode, pack, unpack
 
 ELEMENTS = {
     "mxfp8": (ml_dtypes.float8_e4m3fn, 448.0, 8),

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ..extensions import is_extension
+from ..group.extensions import is_extension
 from ..managed import managed_as
 
 __all__ = ["Finding", "findings_in_model", "findings_in_source", "sources_of"]

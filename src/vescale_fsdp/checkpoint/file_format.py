@@ -15,9 +15,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from ..block_format import BlockFormat, decode_into, encode_into
+from ..formats.block_format import BlockFormat, decode_into, encode_into
+from ..formats.tiling import Tiling
 from ..plugins import registry
-from ..tiling import Tiling
 from .errors import CheckpointError
 from .safetensor_file import Entry
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch
 from ..fully_shard import fully_shard
-from ..group import ParamGroup
+from ..group.param_group import ParamGroup
 from ..grouping import ParamPolicyFn
 from ..managed import forget_managed
 from ..module import FSDPModule

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vescale_fsdp._torch import foreach_copy_
-from vescale_fsdp.block_format import BlockFormat, decode_blocks, encode_blocks
 from vescale_fsdp.errors import VescaleError
+from vescale_fsdp.formats.block_format import BlockFormat, decode_blocks, encode_blocks
 from vescale_fsdp.plugins import registry
 from vescale_fsdp.policy import ParamPolicy
 

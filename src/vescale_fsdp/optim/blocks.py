@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ragged_dtensor import RaggedShard, StridedRaggedShard, Units
-from vescale_fsdp.block_format import BlockFormat, encode
 from vescale_fsdp.errors import VescaleError
+from vescale_fsdp.formats.block_format import BlockFormat, encode
+from vescale_fsdp.formats.tiling import Tiling
 from vescale_fsdp.layout import Span
-from vescale_fsdp.tiling import Tiling
 
 __all__ = ["BlockedParam", "Chunk", "Tiles"]
 

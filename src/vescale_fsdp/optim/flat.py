@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from vescale_fsdp.errors import VescaleError
-from vescale_fsdp.shards import Shards
+from vescale_fsdp.group.shards import Shards
 from vescale_fsdp.state import ModuleState, find_state
 
 from .strip import Segment, Strip

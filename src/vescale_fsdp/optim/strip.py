@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import _torch
 from vescale_fsdp.errors import VescaleError
-from vescale_fsdp.shards import Shards
+from vescale_fsdp.group.shards import Shards
 
 __all__ = ["Member", "Segment", "Strip"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _torch
+from .. import _torch
+from ..mesh import DataMesh
 from .buffer import DBuffer
 from .gradients import Gradients
-from .mesh import DataMesh
 from .shards import Shards
 from .streams import Streams
 from .traffic import Traffic

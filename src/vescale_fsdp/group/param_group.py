@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .block_format import BlockFormat
+from ..errors import VescaleError
+from ..formats.block_format import BlockFormat
+from ..guards import Trap
+from ..managed import ManagedParam, mark_managed
+from ..mesh import DataMesh
+from ..plan import GroupPlan
+from ..policy import MixedPrecisionPolicy
 from .buffer import DBuffer
-from .errors import VescaleError
 from .full_values import shard_full_values
-from .guards import Trap
 from .kept import KeptShards
-from .managed import ManagedParam, mark_managed
-from .mesh import DataMesh
-from .plan import GroupPlan
-from .policy import MixedPrecisionPolicy
 from .quantized import QuantizedGather
 from .reduction import Reduction
 from .shards import Shards

@@ -26,7 +26,7 @@ from functools import cached_property
 
 import torch
 
-from .errors import VescaleError
+from ..errors import VescaleError
 
 __all__ = ["Tiling"]
 

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import _torch
-from .block_format import BlockFormat
+from .. import _torch
+from ..errors import VescaleError
+from ..formats.block_format import BlockFormat
+from ..formats.encoded import EncodedTensor
+from ..formats.plane_memory import PlaneMemory, planes_of
+from ..layout import Layout
+from ..managed import ManagedParam, mark_managed
+from ..mesh import DataMesh
 from .buffer import DBuffer
-from .encoded import EncodedTensor
-from .errors import VescaleError
-from .layout import Layout
-from .managed import ManagedParam, mark_managed
-from .mesh import DataMesh
-from .plane_memory import PlaneMemory, planes_of
 from .shards import Shards
 
 __all__ = ["StoredShards"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from .errors import VescaleError
+from ..errors import VescaleError
 
 __all__ = ["codes_per_pack", "pack", "packed_numel", "unpack"]
 

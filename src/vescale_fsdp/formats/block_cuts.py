@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..errors import VescaleError
 from .block_format import BlockFormat
-from .errors import VescaleError
 
 __all__ = ["block_step", "check_other_cuts"]
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from . import _torch
+from .. import _torch
+from ..errors import VescaleError
+from ..home import Home
+from ..layout import Layout
+from ..managed import ManagedParam, mark_managed
+from ..mesh import DataMesh
 from .buffer import DBuffer
-from .errors import VescaleError
-from .home import Home
-from .layout import Layout
-from .managed import ManagedParam, mark_managed
-from .mesh import DataMesh
 
 __all__ = ["Shards"]
 

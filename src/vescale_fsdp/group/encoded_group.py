@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import _torch
-from .block_format import BlockFormat
-from .encoded import EncodedTensor, takes_encoded
-from .errors import VescaleError
-from .group import ParamGroup
-from .managed import ManagedParam, mark_managed
-from .mesh import DataMesh
-from .plan import GroupPlan
-from .plane_memory import PlaneMemory
+from .. import _torch
+from ..errors import VescaleError
+from ..formats.block_format import BlockFormat
+from ..formats.encoded import EncodedTensor, takes_encoded
+from ..formats.plane_memory import PlaneMemory
+from ..managed import ManagedParam, mark_managed
+from ..mesh import DataMesh
+from ..plan import GroupPlan
+from .param_group import ParamGroup
 from .quantized import Handed
 from .shards import Shards
 from .stored_shards import StoredShards

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from . import _torch
-from .block_format import BlockFormat, decode_into, encode_into
+from .. import _torch
+from ..formats.block_format import BlockFormat, decode_into, encode_into
+from ..formats.plane_memory import PlaneMemory, planes_of
+from ..layout import Layout, Span
+from ..mesh import DataMesh
 from .buffer import DBuffer
-from .layout import Layout, Span
-from .mesh import DataMesh
-from .plane_memory import PlaneMemory, planes_of
 from .traffic import Traffic
 from .transfer import AllGather, Gathering
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from .errors import PlanError
-from .layout import Layout, Span
+from ..errors import PlanError
+from ..layout import Layout, Span
 from .tiling import Tiling
 
 __all__ = ["Planes"]

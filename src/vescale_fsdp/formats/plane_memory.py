@@ -8,8 +8,8 @@ from itertools import accumulate
 
 import torch
 
+from ..layout import Layout
 from .block_format import BlockFormat
-from .layout import Layout
 from .planes import Planes
 from .tiling import Tiling
 

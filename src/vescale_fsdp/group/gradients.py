@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _torch
+from .. import _torch
+from ..home import Home
+from ..layout import Layout
 from .buffer import DBuffer
-from .home import Home
-from .layout import Layout
 
 __all__ = ["Gradients"]
 

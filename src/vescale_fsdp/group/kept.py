@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from . import _torch
+from .. import _torch
+from ..home import local_shape, ragged_shard
+from ..layout import LanePlan
+from ..mesh import DataMesh
 from .buffer import DBuffer
-from .home import local_shape, ragged_shard
-from .layout import LanePlan
-from .mesh import DataMesh
 from .shards import Shards
 
 __all__ = ["KeptShards"]

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from . import _torch
+from .. import _torch
+from ..mesh import DataMesh
 from .buffer import DBuffer
-from .mesh import DataMesh
 from .traffic import Traffic
 
 __all__ = [

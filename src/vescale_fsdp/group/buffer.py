@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from .layout import Layout, Span
+from ..layout import Layout, Span
 
 __all__ = ["DBuffer"]
 

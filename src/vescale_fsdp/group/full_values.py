@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from ragged_dtensor import distribute_tensor
 
-from .encoded import EncodedTensor
-from .managed import ManagedParam
+from ..formats.encoded import EncodedTensor
+from ..managed import ManagedParam
 
 __all__ = ["shard_full_values"]
 

@@ -16,10 +16,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from . import _torch
+from .. import _torch
+from ..errors import VescaleError
+from ..nested import map_tensors
 from .block_format import BlockFormat, decode_into, encode_into
-from .errors import VescaleError
-from .nested import map_tensors
 
 __all__ = ["EncodedTensor", "TakesEncoded", "takes_encoded"]
 

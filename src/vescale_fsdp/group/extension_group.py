@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _torch
+from .. import _torch
+from ..managed import ManagedParam, mark_managed
 from .buffer import DBuffer
 from .extensions import ExtensionGather
-from .group import ParamGroup
-from .managed import ManagedParam, mark_managed
+from .param_group import ParamGroup
 from .shards import Shards
 
 __all__ = ["ExtensionGroup"]

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import _torch
-from .mesh import DataMesh
-from .policy import MixedPrecisionPolicy
+from .. import _torch
+from ..mesh import DataMesh
+from ..policy import MixedPrecisionPolicy
 from .shards import Shards
 from .traffic import Traffic
 

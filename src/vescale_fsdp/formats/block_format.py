@@ -19,7 +19,7 @@ import torch
 
 from ragged_dtensor.granularity import ELEMENT, Granularity
 
-from .errors import PluginError, VescaleError
+from ..errors import PluginError, VescaleError
 from .packing import codes_per_pack, pack, packed_numel, unpack
 from .tiling import Tiling
 
