@@ -26,8 +26,8 @@ from vescale_fsdp import (
     fully_shard,
     report,
     traffic,
-    transfer,
 )
+from vescale_fsdp.group import transfer
 from vescale_fsdp.state import find_state
 
 
