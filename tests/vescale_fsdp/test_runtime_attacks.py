@@ -14,24 +14,13 @@ from ranks import ranks
 from small_models import Block, Tower, batch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from wrapping import full, wrapped
 
 from vescale_fsdp import MixedPrecisionPolicy, VescaleError, fully_shard
 from vescale_fsdp.group import transfer
 from vescale_fsdp.group.streams import Streams
 from vescale_fsdp.state import find_state
-
-
-def wrapped(model: nn.Module, shard: Callable[..., object] = fully_shard, **kwargs: object) -> nn.Module:
-    for block in getattr(model, "blocks", ()):
-        shard(block, **kwargs)
-    shard(model, **kwargs)
-    return model
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def loss(model: nn.Module, step: int, rank: int | None) -> torch.Tensor:

@@ -16,24 +16,13 @@ from small_models import Odd, Tower, batch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from wrapping import full, wrapped
 
 from ragged_dtensor import init_full
 from vescale_fsdp import CPUOffloadPolicy, ParamPolicy, ShardedEMA, clip_grad_norm_, fully_shard
 from vescale_fsdp.state import find_state
-
-
-def wrapped(model: nn.Module, **kwargs: object) -> nn.Module:
-    for block in getattr(model, "blocks", ()):
-        fully_shard(block, **kwargs)
-    fully_shard(model, **kwargs)
-    return model
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class TiedRows(nn.Module):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
+from wrapping import full, wrapped
 
 from ragged_dtensor import RaggedShard
 from vescale_fsdp import (
@@ -31,19 +32,8 @@ from vescale_fsdp.group import transfer
 from vescale_fsdp.state import find_state
 
 
-def wrapped(model: nn.Module, **kwargs: object) -> nn.Module:
-    for block in getattr(model, "blocks", ()):
-        fully_shard(block, **kwargs)
-    fully_shard(model, **kwargs)
-    return model
-
-
 def step(model: nn.Module, x: torch.Tensor) -> None:
     model(x).float().square().mean().backward()
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @ranks(2)

@@ -11,16 +11,10 @@ from ranks import ranks
 from small_models import Odd, Tower, batch
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from wrapping import wrapped
 
 from vescale_fsdp import VescaleError, fully_shard, traffic
 from vescale_fsdp.preflight import DivergenceError
-
-
-def wrapped(model: nn.Module, **kwargs: object) -> nn.Module:
-    for block in getattr(model, "blocks", ()):
-        fully_shard(block, **kwargs)
-    fully_shard(model, **kwargs)
-    return model
 
 
 @ranks(2, 3)

@@ -12,7 +12,7 @@ from ranks import ranks
 from small_models import Odd, Tower, batch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
+from wrapping import full
 
 from vescale_fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -29,10 +29,6 @@ def wrap(shard: Shard, model: nn.Module, **kwargs: object) -> nn.Module:
 
 def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(model: nn.Module, steps: int, *, alone: bool = False, optimizer: type = torch.optim.SGD) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,20 +12,10 @@ from small_models import Tower, batch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
+from wrapping import full, wrapped
 
 from vescale_fsdp import MixedPrecisionPolicy, fully_shard
 from vescale_fsdp.state import find_state
-
-
-def wrapped(model: nn.Module, shard: Callable[..., object] = fully_shard, **kwargs: object) -> nn.Module:
-    for block in getattr(model, "blocks", ()):
-        shard(block, **kwargs)
-    shard(model, **kwargs)
-    return model
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def loss(model: nn.Module, step: int, rank: int | None) -> torch.Tensor:
