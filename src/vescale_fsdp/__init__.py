@@ -2,10 +2,10 @@
 
 Reading order; a file imports only what stands before it:
 
-    errors _torch nested policy spec layout formats hookspecs constraints plugins plan planner testing shapes wishes
-    model_plan advisor picture simulate mesh home preflight managed guards group grouping replicas schedule state
-    footprint module forward_method comm_context broadcast ema fully_shard grad_clip optim checkpoint report demo
-    cli
+    errors _torch fsdp2_seams nested policy spec layout formats hookspecs constraints plugins plan planner testing
+    shapes wishes model_plan advisor picture simulate mesh home preflight managed guards group grouping replicas
+    schedule state footprint module forward_method comm_context broadcast ema fully_shard grad_clip optim checkpoint
+    report demo cli
 
 Importing changes nothing in torch.
 """

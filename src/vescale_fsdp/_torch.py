@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,22 +16,24 @@ from torch.distributed._composable.contract import (  # 2.2: where composable AP
     STATE_KEY,
     RegistryItem,
 )
-from torch.distributed._composable_state import _module_state_mapping  # 2.0: torch's module -> state
+from torch.distributed._composable_state import _module_state_mapping as MODULE_STATES  # 2.0: torch's module -> state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # 2.0: what functional collectives return
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter  # 2.8: has no public name
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState  # 2.6: what torch attaches to a module
+from torch.distributed.fsdp._fully_shard._fsdp_state import (
+    FSDPState as Fsdp2State,  # 2.6: what torch attaches to a module
+)
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # 2.5: what a DTensor is made from
 from torch.distributed.tensor.placement_types import _StridedShard  # 2.5: has no public name
 from torch.utils._python_dispatch import TorchDispatchMode  # 1.13: sees each operation; the demo's meter counts with it
 
 __all__ = [
+    "MODULE_STATES",
     "AllGather",
     "DTensorSpec",
-    "Fsdp2Param",
-    "Fsdp2Unit",
+    "Fsdp2State",
     "ReduceScatter",
     "TorchDispatchMode",
     "all_gather",
@@ -48,9 +49,7 @@ __all__ = [
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
-    "forget_fsdp2",
     "forget_state",
-    "fsdp2_units",
     "in_backward",
     "in_fake_mode",
     "is_replicated_by_torch",
@@ -100,6 +99,12 @@ def attach_state(module: nn.Module, state: object) -> None:
 def state_of(module: nn.Module) -> object | None:
     states = module.__dict__.get(STATE_KEY)
     return states.get(_FULLY_SHARD) if states else None
+
+
+def forget_state(module: nn.Module) -> None:
+    """Undo `attach_state`, torch's or ours."""
+    module.__dict__.get(STATE_KEY, {}).pop(_FULLY_SHARD, None)
+    module.__dict__.get(REGISTRY_KEY, {}).pop("fully_shard", None)
 
 
 def is_replicated_by_torch(module: nn.Module) -> bool:
@@ -175,6 +180,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     cast(Any, tensor)._local_tensor = local
+
+
+def set_placed(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Give a DTensor, the same object, other placements."""
+    cast(Any, tensor)._local_tensor = local
+    cast(Any, tensor)._spec = spec
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -316,186 +327,3 @@ def untraced(function: F) -> F:
 
 def is_torchs_comm(comm: object) -> bool:
     return type(comm).__module__.startswith("torch.")
-
-
-# torch's own fully_shard, for `from_fsdp2` and `to_fsdp2`: what it attaches to modules has no public names (2.6).
-
-
-class Fsdp2Param:
-    """A parameter that torch's fully_shard manages: the DTensor, and where modules hold it."""
-
-    def __init__(self, found: Any) -> None:
-        self._found = found
-
-    @property
-    def param(self) -> nn.Parameter:
-        return cast(nn.Parameter, self._found.sharded_param)
-
-    @property
-    def owners(self) -> tuple[tuple[nn.Module, str], ...]:
-        info = self._found._module_info
-        return ((info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True))
-
-    @property
-    def placement(self) -> Placement:
-        return cast(Placement, self._found.fsdp_placement)
-
-    @property
-    def mesh_info(self) -> Any:
-        return self._found.mesh_info
-
-    @property
-    def problem(self) -> str | None:
-        """Why the parameter cannot be taken over now."""
-        if self._found.is_dtensor:
-            return "is tensor-parallel as well, which is not built yet"
-        unsharded = getattr(self._found, "_unsharded_param", None)
-        if self._found.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
-            return "holds gradients that are not reduced yet; reduce them first"
-        if type(local_of(self.param)) is not torch.Tensor:
-            return f"is a {type(local_of(self.param)).__name__}, which gathers itself; build the model again instead"
-        if self.param.is_meta:
-            return "is on the meta device; call to_empty(device=...) and load it first"
-        return None
-
-    def forget(self) -> None:
-        """Drop the memory of the shard, which the parameter no longer views."""
-        self._found._sharded_param_data = torch.empty(0)
-
-    def replace(self, param: nn.Parameter, local: torch.Tensor) -> None:
-        """Let `param` be the sharded parameter with the values `local`, which torch keeps padded to equal sizes."""
-        found = self._found
-        dim = found.fsdp_placement.dim
-        padded = local.new_zeros(found.padded_sharded_param_size)
-        mine = padded.narrow(dim, 0, local.size(dim) if local.numel() else 0)
-        mine.copy_(local.view_as(mine))
-        if found.pin_memory:
-            padded = padded.cpu().pin_memory()
-            mine = padded.narrow(dim, 0, mine.size(dim))
-        set_placed(param, mine, spec_of(found.sharded_param))
-        found._sharded_param_data = padded.view(-1)
-        found.sharded_param = param
-        found._setattr_on_modules(param)
-
-
-class Fsdp2Unit:
-    """What one call of torch's fully_shard wrapped, and with which options."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-        self.modules: tuple[nn.Module, ...] = state._modules
-        self._groups = list(state._fsdp_param_groups)
-        self.params = [Fsdp2Param(found) for group in self._groups for found in group.fsdp_params]
-        self.mesh_info: Any = self._groups[0].mesh_info if self._groups else None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of `fully_shard` that say the same."""
-        options: dict[str, Any] = {
-            "reshard_after_forward": self._reshard_after_forward(),
-            "mp_policy": self._state._mp_policy,
-        }
-        if self._groups:
-            options |= {"mesh": self.mesh_info.mesh, "offload_policy": self._groups[0].offload_policy}
-        return options
-
-    def _reshard_after_forward(self) -> bool | int | None:
-        if self._state._auto_reshard_after_forward or not self._groups:
-            return None
-        group = self._groups[0]
-        if group._use_post_forward_mesh:
-            return int(group.post_forward_mesh_info.shard_mesh_size)
-        return bool(group._reshard_after_forward)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What FSDPModule's setters changed since, by the names of the setters' arguments."""
-        group = self._groups[0] if self._groups else None
-        names = [
-            "reduce_grads",
-            "all_reduce_grads",
-            "reshard_after_backward",
-            "unshard_in_backward",
-            "gradient_divide_factor",
-            "force_sum_reduction_for_comms",
-            "reduce_scatter_unused_params",  # 2.13
-            "reduce_scatter_max_input_buffers",  # 2.13
-        ]
-        return {name: getattr(group, name) for name in names if hasattr(group, name)}
-
-    @property
-    def prefetched(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        """Modules to gather ahead, in forward and in backward."""
-        forward, backward = self._state._states_to_forward_prefetch, self._state._states_to_backward_prefetch
-        return [each._modules[0] for each in forward], [each._modules[0] for each in backward]
-
-    @property
-    def problem(self) -> str | None:
-        """Why the unit cannot be taken over now."""
-        for group in self._groups:
-            if group._all_reduce_hook is not None or not is_torchs_comm(group._all_gather_comm):
-                return "has an all-reduce hook or custom collectives; set them again on the new model"
-            if group._partial_reduce_output is not None:
-                return "holds gradients that are not summed over replicas yet; do that first"
-            if group.device.type != "cpu" and any(found.offload_to_cpu for found in group.fsdp_params):
-                return "is offloaded to the CPU, from where a mesh of another device cannot send"
-        if self._state._state_ctx.iter_forward_root is not None:
-            return "is in the middle of an iteration"
-        return None
-
-    def remove(self) -> None:
-        """Take torch's hooks, state and class off the modules."""
-        self._state._pre_forward_hook_handle.remove()
-        self._state._post_forward_hook_handle.remove()
-        for group in self._groups:
-            saving, loading = (
-                getattr(group, f"_module_to_pre_{what}_state_dict_hook_handle") for what in ("save", "load")
-            )
-            for handle in (*saving.values(), *loading.values()):
-                handle.remove()
-            for found in group.fsdp_params:
-                found._post_load_hook_handle.remove()
-        self.forget()
-        for module in self.modules:
-            forget_state(module)
-            module.__class__ = type(module).__mro__[cast(Any, type(module))._orig_cls_mro_index]
-        for module in {each for root in self.modules for each in root.modules()}:
-            for flag in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):  # for dynamo
-                module.__dict__.pop(flag, None)
-
-    def forget(self) -> None:
-        """Take the modules out of what torch keeps beside them."""
-        for module in self.modules:
-            _module_state_mapping.pop(module, None)
-
-    def put_back(self) -> None:
-        """Undo `forget`."""
-        for module in self.modules:
-            _module_state_mapping[module] = weakref.ref(self._state)
-
-
-def forget_fsdp2(model: nn.Module) -> None:
-    """`Fsdp2Unit.forget` for the whole model, also where a call of torch's fully_shard ended half-way."""
-    for module in model.modules():
-        if isinstance(state_of(module), FSDPState):
-            _module_state_mapping.pop(module, None)
-
-
-def fsdp2_units(model: nn.Module) -> list[Fsdp2Unit]:
-    """What torch's fully_shard wrapped in the model, inner calls first."""
-    states = dict.fromkeys(
-        state for module in model.modules() if isinstance(state := cast(Any, state_of(module)), FSDPState)
-    )
-    return [Fsdp2Unit(state) for state in reversed(states)]
-
-
-def forget_state(module: nn.Module) -> None:
-    """Undo `attach_state`, torch's or ours."""
-    module.__dict__.get(STATE_KEY, {}).pop(_FULLY_SHARD, None)
-    module.__dict__.get(REGISTRY_KEY, {}).pop("fully_shard", None)
-
-
-def set_placed(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Give a DTensor, the same object, other placements."""
-    cast(Any, tensor)._local_tensor = local
-    cast(Any, tensor)._spec = spec

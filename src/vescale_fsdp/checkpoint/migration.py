@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch
+from ..fsdp2_seams import Fsdp2Unit, forget_fsdp2, fsdp2_units
 from ..fully_shard import fully_shard
 from ..group.param_group import ParamGroup
 from ..grouping import ParamPolicyFn
@@ -59,7 +60,7 @@ def from_fsdp2(
     for module in model.modules():
         if isinstance(module, TorchFSDPModule):
             module.reshard()
-    units = _torch.fsdp2_units(model)
+    units = fsdp2_units(model)
     names = {param: fqn for fqn, param in model.named_parameters()}
     olds = {place: each for unit in units for each in unit.params for place in each.owners}
     params = {place: each.param for place, each in olds.items()}
@@ -106,9 +107,9 @@ def to_fsdp2(
         try:
             together(lambda: _wrap_by_torch(model, states, shard_placement_fn))
         except BaseException:
-            _torch.forget_fsdp2(model)
+            forget_fsdp2(model)
             raise
-    news = {place: each for unit in _torch.fsdp2_units(model) for each in unit.params for place in each.owners}
+    news = {place: each for unit in fsdp2_units(model) for each in unit.params for place in each.owners}
     for group in groups:
         places, mine = zip(*((each.owners[0], each.param) for each in group.shards.managed), strict=True)
         afters = [_as_dtensor(news[place].param).placements for place in places]
@@ -124,7 +125,7 @@ def to_fsdp2(
 # Checks, before anything changes
 
 
-def _check_units(units: Sequence[_torch.Fsdp2Unit], names: Mapping[nn.Parameter, str]) -> None:
+def _check_units(units: Sequence[Fsdp2Unit], names: Mapping[nn.Parameter, str]) -> None:
     if not units:
         raise CheckpointError("torch's fully_shard wrapped nothing in this model")
     lines = [f"{type(unit.modules[0]).__name__}: {unit.problem}" for unit in units if unit.problem]
@@ -185,7 +186,7 @@ def _state_entries(optimizer: Optimizer | None, param: nn.Parameter, fqn: str) -
 
 
 def _rewrap(
-    model: nn.Module, units: Sequence[_torch.Fsdp2Unit], param_policy: ParamPolicyFn | None, max_lanes: int | None
+    model: nn.Module, units: Sequence[Fsdp2Unit], param_policy: ParamPolicyFn | None, max_lanes: int | None
 ) -> None:
     for unit in units:
         unit.remove()
@@ -226,7 +227,7 @@ class _Placed:
         return self.placement if self.mesh_info is self.mesh_info_of_call else self
 
 
-def _carry_settings(unit: _torch.Fsdp2Unit) -> None:
+def _carry_settings(unit: Fsdp2Unit) -> None:
     settings, module = unit.settings, unit.modules[0]
     assert isinstance(module, FSDPModule)
     if settings:
