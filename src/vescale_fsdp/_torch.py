@@ -55,6 +55,7 @@ __all__ = [
     "is_replicated_by_torch",
     "is_strided_shard",
     "is_torchs_comm",
+    "labelled",
     "local_of",
     "on_gradient",
     "post_accumulate_hooks",
@@ -128,8 +129,11 @@ def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> No
 
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around `local` itself: no autograd, no check, no communication (a tenth of `from_local`'s time)."""
-    return cast(DTensor, cast(Any, DTensor)(local, spec, requires_grad=False))
+    """A DTensor around `local` itself: no autograd, no check, no communication (a tenth of `from_local`'s time).
+
+    Past `DTensor.__init__`, which does nothing and, as dynamo must not enter it, takes most of the time (2.4).
+    """
+    return cast(DTensor, cast(Any, DTensor).__new__(DTensor, local, spec, requires_grad=False))
 
 
 def is_strided_shard(placement: Placement) -> bool:
@@ -227,6 +231,13 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(callback)
 
 
+def labelled(name: str) -> AbstractContextManager[Any]:
+    """Name what runs in here in profiles: a twentieth of `record_function`'s time while no profiler runs (2.1)."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return cast(AbstractContextManager[Any], torch.profiler.record_function(name))
+    return cast(AbstractContextManager[Any], cast(Any, torch)._C._profiler._RecordFunctionFast(name))
+
+
 def premul_sum(factor: float) -> Any:
     """NCCL's reduction that multiplies each input by `factor` first (1.13)."""
     return cast(Any, dist.ReduceOp.PREMUL_SUM)(factor)
@@ -234,7 +245,7 @@ def premul_sum(factor: float) -> Any:
 
 def post_accumulate_hooks(param: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:
     """Hooks from `register_post_accumulate_grad_hook` (2.1): autograd runs them only for gradients that it made."""
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    hooks = cast(Any, param)._post_accumulate_grad_hooks
     return tuple(hooks.values()) if hooks else ()
 
 

@@ -31,14 +31,23 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 def with_grad(value: Any) -> list[torch.Tensor]:
     """The tensors in `value` that require a gradient, in the order of `map_tensors`."""
     found: list[torch.Tensor] = []
-
-    def visit(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
-
-    map_tensors(visit, value)
+    _add_with_grad(value, found)
     return found
+
+
+def _add_with_grad(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            found.append(value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _add_with_grad(item, found)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _add_with_grad(item, found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for each in dataclasses.fields(value):
+            _add_with_grad(getattr(value, each.name, None), found)
 
 
 def cast_floats(dtype: torch.dtype, value: Any) -> Any:

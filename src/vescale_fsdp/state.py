@@ -284,6 +284,8 @@ class ModuleState:
         if not tensors:
             return args, kwargs
         watched = iter(cast(Any, _AfterBackward).apply(self, *tensors))
+        if not kwargs and len(args) == 1 and args[0] is tensors[0]:
+            return tuple(watched), kwargs
         return cast(
             tuple[tuple[Any, ...], dict[str, Any]],
             map_tensors(lambda tensor: next(watched) if tensor.requires_grad else tensor, (args, kwargs)),

@@ -71,6 +71,18 @@ class DBuffer:
         piece = self.pieces[index]
         return self.flat.narrow(0, piece.begin, len(piece))
 
+    def sections(self) -> tuple[list[int], list[int]]:
+        """Sizes that split `flat` in one call, padding included, and where among the parts each tensor is."""
+        sizes, end = [], 0
+        places = [0] * len(self.pieces)
+        for i in sorted(range(len(places)), key=lambda i: (self.pieces[i].begin, self.pieces[i].end)):
+            piece = self.pieces[i]
+            begin = end if len(piece) == 0 else piece.begin  # an empty piece may be anywhere
+            sizes += [begin - end, len(piece)]
+            places[i] = len(sizes) - 1
+            end = begin + len(piece)
+        return [*sizes, self.flat.numel() - end], places
+
     @property
     def dtype(self) -> torch.dtype:
         return self.flat.dtype

@@ -23,21 +23,24 @@ class Gradients:
 
     def __init__(self, layout: Layout, homes: Sequence[Home], *, dtype: torch.dtype, device: torch.device) -> None:
         self._homes = homes
-        numels = [home.shape.numel() for home in homes]
-        self.whole = DBuffer.whole(layout, numels, dtype=dtype, device=device)
+        self._numels = [home.shape.numel() for home in homes]
+        self.whole = DBuffer.whole(layout, self._numels, dtype=dtype, device=device)
         self._slots = [self.whole.view(i).view(home.shape) for i, home in enumerate(homes)]
         self.filled = [False] * len(self._slots)
         self.whole.free()
 
     def collect(self, params: Sequence[torch.Tensor]) -> int:
         """Move every `param.grad` into its place, or add it to what is held there; returns the bytes written."""
-        slots, grads, written = [], [], 0
-        for i, param in enumerate(params):
-            grad = param.grad
-            if grad is None:
-                continue
-            grad = self._homes[i].local_gradient(grad, self.whole.dtype)
-            self.whole.alloc()
+        found = [i for i, param in enumerate(params) if param.grad is not None]
+        if not found:
+            return 0
+        self.whole.alloc()
+        slots, grads, numel = [], [], 0
+        for i in found:
+            grad = params[i].grad
+            assert grad is not None
+            if self._homes[i].given is not None:
+                grad = self._homes[i].local_gradient(grad, self.whole.dtype)
             slot = self._slots[i]
             if self.filled[i]:
                 slot.add_(grad)
@@ -45,12 +48,11 @@ class Gradients:
                 slots.append(slot)
                 grads.append(grad)
                 self.filled[i] = True
-            written += slot.numel() * slot.itemsize
-        if slots:
-            _torch.foreach_copy_(slots, grads)
-        for param in params:
-            param.grad = None
-        return written
+            numel += self._numels[i]
+        _torch.foreach_copy_(slots, grads)
+        for i in found:
+            params[i].grad = None
+        return numel * self.whole.dtype.itemsize
 
     def hold(self, params: Sequence[torch.Tensor]) -> int:
         """Keep gradients for a later backward pass to add to, summed in the wider of their dtype and the reduction's.
@@ -64,14 +66,15 @@ class Gradients:
         ]
         return self.collect(params) if narrow else 0
 
-    def seal(self) -> list[int]:
-        """Make `whole` ready to be reduced: zeros where nothing came. Returns the tensors that had a gradient."""
+    def seal(self) -> list[bool]:
+        """Make `whole` ready to be reduced: zeros where nothing came. Returns which tensors had a gradient."""
         self.whole.alloc()
         self.whole.zero_gaps()
-        for slot, filled in zip(self._slots, self.filled, strict=True):
-            if not filled:
-                slot.zero_()
-        return [i for i, filled in enumerate(self.filled) if filled]
+        if not all(self.filled):
+            for slot, filled in zip(self._slots, self.filled, strict=True):
+                if not filled:
+                    slot.zero_()
+        return list(self.filled)
 
     def forget(self) -> None:
         """Nothing has been collected; `whole` stays until it is freed."""

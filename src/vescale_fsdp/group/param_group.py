@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .. import _torch
 from ..errors import VescaleError
 from ..formats.block_format import BlockFormat
 from ..guards import Trap
@@ -111,8 +112,10 @@ class ParamGroup:
     @property
     def views_shard(self) -> bool:
         """Whether the unsharded parameters are the shard itself: one rank, no cast, no format, no offload."""
+        if self.mesh.num_ranks > 1:
+            return False
         is_same = self.compute_dtype == self.shards.dtype and self.quantized is None
-        return self.mesh.num_ranks == 1 and is_same and not self.shards.is_offloaded
+        return is_same and not self.shards.is_offloaded
 
     @property
     def registered(self) -> Sequence[nn.Parameter]:
@@ -204,7 +207,7 @@ class ParamGroup:
             self._pending = Gathering(self.shards.buffer.flat), None
             return
         self._lane = self.streams.take_lane()
-        with torch.profiler.record_function(f"vescale::all_gather ({self.name})"), self.streams.gathering(self._lane):
+        with _torch.labelled(f"vescale::all_gather ({self.name})"), self.streams.gathering(self._lane):
             try:
                 gathering = self._start_gathering(async_op)
             except RuntimeError as error:
@@ -231,9 +234,10 @@ class ParamGroup:
             raise
         if not self._unsharded:
             self._unsharded = self._make_unsharded()
-        for sharded, unsharded in zip(self.shards.params, self._unsharded, strict=True):
-            if sharded.requires_grad != unsharded.requires_grad:
-                unsharded.requires_grad_(sharded.requires_grad)
+        if self.phase is not Phase.PRE_BACKWARD:  # forward has fixed what its backward gives a gradient
+            for sharded, unsharded in zip(self.shards.params, self._unsharded, strict=True):
+                if sharded.requires_grad != unsharded.requires_grad:
+                    unsharded.requires_grad_(sharded.requires_grad)
         self._owners.put(self._unsharded, sharded=False)
         self._kept = None
         self.is_unsharded = True
@@ -304,7 +308,7 @@ class ParamGroup:
         if not self.reduction.is_on:
             self.reduction.hold(self._unsharded, self.streams, self.traffic)
             return
-        with torch.profiler.record_function(f"vescale::reduce ({self.name})"):
+        with _torch.labelled(f"vescale::reduce ({self.name})"):
             try:
                 self.reduction.run(self._unsharded, self.streams, self.traffic)
             except RuntimeError as error:

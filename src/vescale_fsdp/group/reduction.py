@@ -139,14 +139,10 @@ class Reduction:
             self._copied = torch.accelerator.current_stream(reduced.flat.device).record_event()
         return stored
 
-    def _deliver(self, reduced: DBuffer, filled: list[int]) -> None:
-        with_gradient = set(filled)
-        for i, param in enumerate(self._shards.params):
-            if not param.requires_grad:
-                continue
-            local = self._shards.local(reduced, i)
+    def _deliver(self, reduced: DBuffer, filled: list[bool]) -> None:
+        for i, (param, local) in enumerate(zip(self._shards.params, self._shards.local_views(reduced), strict=True)):
             # Another rank may have used a parameter that this one did not: its gradient counts.
-            if i in with_gradient or self.includes_unused or local.any():
+            if param.requires_grad and (filled[i] or self.includes_unused or local.any()):
                 self._deliver_one(i, local)
 
     def _deliver_own(self, params: Sequence[torch.Tensor]) -> None:

@@ -38,6 +38,7 @@ class Shards:
         self.offload_pin = offload_pin
         self.device = torch.device("cpu") if self.is_offloaded and not first.is_meta else first.device
         self.buffer = self._make_buffer(first.dtype, self.device)
+        self._sections = self.buffer.sections()
         self._pin()
         shards = [home.ragged(layout, i) for i, home in enumerate(self.homes)]
         self.placements = [home.placements(shard) for home, shard in zip(self.homes, shards, strict=True)]
@@ -99,6 +100,15 @@ class Shards:
     def local(self, buffer: DBuffer, index: int) -> torch.Tensor:
         """Tensor `index` of a buffer with this rank's layout."""
         return self.local_shaped(buffer.view(index), index)
+
+    def local_views(self, buffer: DBuffer) -> list[torch.Tensor]:
+        """Every tensor of a buffer with this rank's layout, as `local` gives one, and in one call."""
+        sizes, places = self._sections
+        parts = buffer.flat.split_with_sizes(sizes)
+        return [
+            parts[place] if len(shape) == 1 else parts[place].view(shape)
+            for place, shape in zip(places, self._local_shapes, strict=True)
+        ]
 
     def gradient(self, index: int, local: torch.Tensor) -> DTensor:
         """The DTensor of a reduced gradient, placed as its parameter is."""

@@ -78,10 +78,11 @@ class Gathering:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-        with torch.no_grad():
-            for target, staged in self.staged:
-                target.copy_(staged)
-        self.staged.clear()
+        if self.staged:
+            with torch.no_grad():
+                for target, staged in self.staged:
+                    target.copy_(staged)
+            self.staged.clear()
         self._guard.__exit__(None, None, None)
 
 
