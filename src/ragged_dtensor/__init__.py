@@ -3,7 +3,7 @@
 Reading order; a file imports only what stands before it:
 
     errors granularity units layout seams _torch op_seams movement_seams checkpoint_seams placement ownership
-    collectives transition redistribute distribute slicing op_call agreement elementwise views new_tensor
+    boxes collectives transition redistribute distribute slicing op_call agreement elementwise views new_tensor
     contributions along_dim reductions whole random ops checkpoint
 
 Importing changes nothing in torch. The first RaggedShard that is built installs the seams (`_torch.register`).

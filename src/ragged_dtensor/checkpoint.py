@@ -11,6 +11,9 @@ writing need no collective of ours. Replicas write the same boxes under the same
 
 from __future__ import annotations
 
+import functools
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,31 +23,30 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from ragged_dtensor import _torch
+from ragged_dtensor.boxes import HeldBox, held_boxes
 from ragged_dtensor.errors import RaggedShardError
-from ragged_dtensor.layout import Box
+from ragged_dtensor.layout import Shape
 from ragged_dtensor.op_call import is_participating
-from ragged_dtensor.ownership import local_piece
+from ragged_dtensor.ownership import Placements, coordinate_of
 from ragged_dtensor.slicing import local_part
 
 
 def write_items(dtensor: DTensor, fqn: str) -> list[Any]:
     """One WriteItem per box of this rank's piece."""
-    local = _torch.local_of(dtensor)
+    properties, size = TensorProperties.create_from_tensor(_torch.local_of(dtensor)), dtensor.size()
     return [
         WriteItem(
-            index=MetadataIndex(fqn, torch.Size(box.offsets)),
+            index=MetadataIndex(fqn, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=_chunk(box), properties=TensorProperties.create_from_tensor(local), size=dtensor.size()
-            ),
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
         )
-        for box in boxes_of(dtensor, fqn)
+        for chunk in _held(dtensor, fqn).chunks
     ]
 
 
 def chunk_list(dtensor: DTensor) -> list[Any]:
     """One ChunkStorageMetadata per box of this rank's piece."""
-    return [_chunk(box) for box in boxes_of(dtensor)]
+    return list(_held(dtensor).chunks)
 
 
 def tensor_shard(dtensor: DTensor, index: Any) -> torch.Tensor:
@@ -55,13 +57,16 @@ def tensor_shard(dtensor: DTensor, index: Any) -> torch.Tensor:
             f"{index.fqn}: the local tensor of shape {tuple(local.shape)} and stride {local.stride()} is not "
             "contiguous, so its boxes are no views of it. Make it contiguous first."
         )
-    for box in boxes_of(dtensor, index.fqn):
-        if index.offset is None or tuple(index.offset) == box.offsets:
-            return _alone(local.view(-1)[box.start : box.start + box.numel].view(box.sizes))
-    raise RaggedShardError(
-        f"{index.fqn}: this rank has no box at {index.offset}, only those at "
-        f"{[box.offsets for box in boxes_of(dtensor)]} of {list(dtensor.placements)}."
-    )
+    held = _held(dtensor, index.fqn)
+    box = held.first if index.offset is None else held.by_offset.get(index.offset)
+    if box is None:
+        raise RaggedShardError(
+            f"{index.fqn}: this rank has no box at {index.offset}, only those at {list(held.by_offset)} of "
+            f"{list(dtensor.placements)}."
+        )
+    if box.strides == _torch.contiguous_stride(box.sizes):
+        return _alone(local.view(-1)[box.start : box.start + math.prod(box.sizes)].view(box.sizes))
+    return local.as_strided(box.sizes, box.strides, local.storage_offset() + box.start)
 
 
 def _alone(view: torch.Tensor) -> torch.Tensor:
@@ -76,22 +81,37 @@ def _alone(view: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(view.detach().reshape(-1).view(torch.uint8).numpy()).view(view.dtype).view(view.shape)
 
 
-def boxes_of(dtensor: DTensor, fqn: str = "tensor") -> tuple[Box, ...]:
-    """This rank's boxes. A tensor without elements is one empty box on every rank, so that its name is not lost."""
-    if any(isinstance(placement, Partial) for placement in dtensor.placements):
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What a rank holds of all tensors of one layout: parameters share it with their optimizer state."""
+
+    chunks: tuple[ChunkStorageMetadata, ...]
+    by_offset: dict[tuple[int, ...], HeldBox]
+
+    @property
+    def first(self) -> HeldBox | None:
+        return next(iter(self.by_offset.values()), None)
+
+
+def _held(dtensor: DTensor, fqn: str = "tensor") -> _Held:
+    placements, mesh = dtensor.placements, dtensor.device_mesh
+    if any(isinstance(placement, Partial) for placement in placements):
         raise RaggedShardError(
-            f"{fqn}: placed as {list(dtensor.placements)}, it is still to be reduced. Redistribute before saving."
+            f"{fqn}: placed as {list(placements)}, it is still to be reduced. Redistribute before saving."
         )
-    shape = tuple(dtensor.shape)
-    if not is_participating(dtensor.device_mesh):
-        return ()
-    if not dtensor.numel():
-        return (Box((0,) * len(shape), shape, 0),)
-    return local_piece(shape, dtensor.placements, dtensor.device_mesh).boxes()
+    if not is_participating(mesh):
+        return _Held((), {})
+    return _held_of(tuple(dtensor.shape), tuple(placements), tuple(mesh.shape), coordinate_of(mesh))
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+@functools.lru_cache(maxsize=16384)
+def _held_of(shape: Shape, placements: Placements, mesh: Shape, coordinate: Shape) -> _Held:
+    """A tensor without elements is one empty box on every rank, so that its name is not lost."""
+    boxes = held_boxes(shape, placements, mesh, coordinate)
+    if not math.prod(shape):
+        boxes = (HeldBox((0,) * len(shape), shape, 0, _torch.contiguous_stride(shape)),)
+    chunks = tuple(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes)
+    return _Held(chunks, {box.offsets: box for box in boxes})
 
 
 def place_full(dtensor: DTensor, full: torch.Tensor) -> DTensor:

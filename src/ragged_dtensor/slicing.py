@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ragged_dtensor import _torch
 from ragged_dtensor._torch import Placement
+from ragged_dtensor.boxes import Nest
 from ragged_dtensor.layout import Piece
-from ragged_dtensor.ownership import local_piece
+from ragged_dtensor.ownership import coordinate_of, local_piece
 
 
 def part_of(full: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -28,4 +30,11 @@ def part_of(full: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 def local_part(full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
     """What this rank owns of `full` under `placements`; a view where possible."""
-    return part_of(full, local_piece(tuple(full.shape), placements, mesh))
+    if not _torch.has_strided_shard(placements):
+        return part_of(full, local_piece(tuple(full.shape), placements, mesh))
+    nest = Nest.of(tuple(full.shape), placements, tuple(mesh.shape), coordinate_of(mesh))
+    part = full
+    for dim, runs in enumerate(nest.runs):
+        parts = [part.narrow(dim, begin, size) for begin, size in runs or [(0, 0)]]
+        part = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return part_of(part, nest.piece)

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.placement_types import Partial, Placement
+from torch.distributed.tensor.placement_types import Partial, Placement, _StridedShard
 
 from ragged_dtensor import RaggedShard, RaggedShardError, StridedRaggedShard, distribute_tensor
 
@@ -195,6 +195,52 @@ def test_tensor_parallel_ragged_shards_go_to_stock_placements_and_back(rank_pool
         num_saved = len(tensor_parallel() if root == tp else STOCK)
         task = {"root": root, "mesh_shape": mesh_shape, "many": many, "num_saved": num_saved}
         rank_pool.run(num_ranks, __file__, "load_placed", task)
+
+
+def beside_strided_shards() -> list[tuple[Placement, ...]]:
+    """Ragged cuts inside what torch's strided shards leave, for shape (12, 6): runs of rows, of columns, of both."""
+    rows, flat = RaggedShard((0,), (1, 5)), RaggedShard((0, 1), (5, 13))
+    return [
+        (rows, _StridedShard(0, split_factor=3), Replicate()),
+        (flat, _StridedShard(0, split_factor=2), Replicate()),
+        (flat, _StridedShard(1, split_factor=3), Replicate()),
+        (flat, Replicate(), _StridedShard(1, split_factor=1)),
+        (RaggedShard((0, 1), (4, 5)), _StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3)),
+        (RaggedShard((0, 1), (1, 0)), Shard(0), _StridedShard(0, split_factor=3)),
+    ]
+
+
+def save_beside_strided_shards(root: str) -> None:
+    mesh = mesh_of(2, 2, 2)
+    state = {}
+    for i, placements in enumerate(beside_strided_shards()):
+        x = distribute_tensor(numbered((12, 6)), mesh, placements)
+        for chunk in x.__create_chunk_list__():
+            box = x.__get_tensor_shard__(MetadataIndex("x", chunk.offsets))
+            slices = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            assert torch.equal(box, numbered((12, 6))[slices]), placements
+        state[str(i)] = x
+    dcp.save({"weights": state}, checkpoint_id=root)
+
+
+def load_beside_strided_shards(root: str, num_saved: int) -> None:
+    mesh = mesh_of(2, 2, 2)
+    for placements in beside_strided_shards():
+        expected = distribute_tensor(numbered((12, 6)), mesh, placements).to_local()
+        state = {str(i): distribute_tensor(torch.full((12, 6), -1.0), mesh, placements) for i in range(num_saved)}
+        dcp.load({"weights": state}, checkpoint_id=root)
+        assert all(torch.equal(tensor.to_local(), expected) for tensor in state.values()), placements
+
+
+def test_cuts_beside_torchs_strided_shards_are_saved_and_loaded(rank_pool: RankPool, tmp_path: Path) -> None:
+    """From and to 2 x 2 x 2 ranks; stock placements at 3 ranks on the other side."""
+    strided, stock = str(tmp_path / "strided"), str(tmp_path / "stock")
+    rank_pool.run(8, __file__, "save_beside_strided_shards", {"root": strided})
+    rank_pool.run(3, __file__, "save_placed", {"root": stock, "mesh_shape": (3,), "many": STOCK})
+    for root, num_saved in [(strided, len(beside_strided_shards())), (stock, len(STOCK))]:
+        rank_pool.run(8, __file__, "load_beside_strided_shards", {"root": root, "num_saved": num_saved})
+    task = {"root": strided, "mesh_shape": (3,), "many": STOCK, "num_saved": len(beside_strided_shards())}
+    rank_pool.run(3, __file__, "load_placed", task)
 
 
 def save_idle_rank(root: str) -> None:

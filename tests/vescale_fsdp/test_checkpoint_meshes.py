@@ -1,4 +1,4 @@
-"""`save` and `load` between meshes: sharded, with replicas, and with tensor parallelism, at other numbers of ranks."""
+"""`save` and `load` between meshes: sharded, with replicas, with tensor parallelism and by torch's own fully_shard."""
 
 from __future__ import annotations
 
@@ -14,28 +14,38 @@ from small_models import Tower
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from vescale_fsdp import fully_shard, load, save
 
 
-def wrap(model: Tower, **options: Any) -> nn.Module:
+def wrap(model: Tower, by: Callable[..., nn.Module] = fully_shard, **options: Any) -> nn.Module:
     for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+        by(block, **options)
+    return by(model, **options)
 
 
 def with_replicas(model: Tower) -> nn.Module:
     return wrap(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
 
 
-def tensor_parallel(model: Tower) -> nn.Module:
+def tensor_parallel(model: Tower, by: Callable[..., nn.Module] = fully_shard) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     for block in model.blocks:
         parallelize_module(
             block, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
         )
+    return wrap(model, by, mesh=mesh["dp_shard"])
+
+
+def strided(model: Tower) -> nn.Module:
+    """As a fused weight of queries, keys and values: each tensor-parallel rank has rows of both halves."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    halves = [_StridedShard(0, split_factor=2)]
+    model.embed.weight = nn.Parameter(distribute_tensor(model.embed.weight.detach(), mesh["tp"], halves))
     return wrap(model, mesh=mesh["dp_shard"])
 
 
@@ -43,6 +53,8 @@ MESHES: dict[str, tuple[int, Callable[[Tower], nn.Module]]] = {
     "3 ranks": (3, wrap),
     "replicas": (4, with_replicas),
     "tensor parallel": (4, tensor_parallel),
+    "fsdp2 tensor parallel": (4, lambda model: tensor_parallel(model, fsdp2)),
+    "strided": (4, strided),
     "one process": (1, lambda model: model),
 }
 
@@ -92,7 +104,9 @@ def read(root: str, mesh: str) -> None:
     [
         ("replicas", ["3 ranks", "tensor parallel", "one process"]),
         ("tensor parallel", ["3 ranks", "replicas", "one process"]),
-        ("3 ranks", ["replicas", "tensor parallel"]),
+        ("3 ranks", ["replicas", "tensor parallel", "strided"]),
+        ("fsdp2 tensor parallel", ["tensor parallel", "strided"]),
+        ("strided", ["fsdp2 tensor parallel", "3 ranks", "one process"]),
     ],
 )
 def test_what_one_mesh_wrote_another_reads_bit_for_bit(

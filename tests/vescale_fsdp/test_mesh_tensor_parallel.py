@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ragged_dtensor import RaggedShard, RaggedShardError, StridedRaggedShard
+from ragged_dtensor import RaggedShard, StridedRaggedShard
 from vescale_fsdp import (
     CheckpointError,
     MixedPrecisionPolicy,
@@ -356,8 +356,6 @@ def test_a_weight_of_strided_shards_trains_and_is_whole_again() -> None:
     torch.testing.assert_close(full(model.fused), reference.detach())
     model.load_state_dict({"fused": whole})
     assert torch.equal(full(model.fused), whole)
-    with pytest.raises(RaggedShardError, match="cannot stand beside a ragged placement"):
-        model.fused.__create_chunk_list__()  # what a checkpoint asks
 
 
 @ranks(4)
