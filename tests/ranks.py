@@ -9,7 +9,8 @@ The body is looked up in its file by name, so it must be a module-level function
         ...
 
 Each run re-initialises the process group with its own store prefix. A failing or hanging rank ends the pool; the next
-test starts a fresh one.
+test starts a fresh one. A worker whose test left process groups behind is replaced: each group has threads that wake a
+hundred times a second.
 """
 
 from __future__ import annotations
@@ -32,6 +33,17 @@ import pytest
 
 TIMEOUT_S = 120.0
 GRACE_S = 5.0
+MAX_THREADS = 4
+"""Of a worker between tests: its own, and those of one gloo group."""
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.nn",  # the defaults of its functions keep the default group that exists when it is imported
+    "torch.distributed.tensor",
+    "pytest",
+    "vescale_fsdp",
+]
 
 
 def ranks(*world_sizes: int, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -57,10 +69,10 @@ class RankPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            ["torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "pytest"]
-        )
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[Any, Connection]] = []
+        self.threads: list[int] = []
+        """Of each rank, after the last run that went well."""
         self._store: Any = None
         self._runs = 0
 
@@ -71,41 +83,53 @@ class RankPool:
 
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         while len(self._workers) < num_ranks:
-            self._start_worker()
+            self._workers.append(self._started(len(self._workers)))
         self._runs += 1
         task = (num_ranks, self._store.port, f"run{self._runs}", path, name, kwargs)
         connections = [connection for _, connection in self._workers[:num_ranks]]
         for connection in connections:
             connection.send(task)
         failures = self._collect(connections, timeout_s)
+        skips = [text for kind, text in failures.values() if kind == "skip"]
+        if failures and len(skips) < len(connections):
+            self.close()
+        else:
+            self._replace_crowded()
         if not failures:
             return
-        self.close()
-        skips = [text for kind, text in failures.values() if kind == "skip"]
         if len(skips) == len(failures):
             pytest.skip(skips[0])
         text = "\n".join(f"--- rank {rank} of {num_ranks}\n{text}" for rank, (_, text) in sorted(failures.items()))
         pytest.fail(text, pytrace=False)
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers, by rank."""
+        return [process.pid for process, _ in self._workers]
+
     def close(self) -> None:
-        for process, connection in self._workers:
-            connection.close()
-            process.kill()
-            process.join()
+        for worker in self._workers:
+            _end(*worker)
         self._workers.clear()
 
-    def _start_worker(self) -> None:
+    def _replace_crowded(self) -> None:
+        for rank, count in enumerate(self.threads):
+            if count > MAX_THREADS:
+                _end(*self._workers[rank])
+                self._workers[rank] = self._started(rank)
+
+    def _started(self, rank: int) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        rank = len(self._workers)
         process = self._context.Process(target=_work, args=(rank, theirs, list(sys.path)), daemon=True)
         process.start()
         theirs.close()
-        self._workers.append((process, ours))
+        return process, ours
 
     def _collect(self, connections: list[Connection], timeout_s: float) -> dict[int, tuple[str, str]]:
         """Failures by rank; a rank that has not answered soon after another failed counts as waiting for it."""
         pending = dict(enumerate(connections))
         failures: dict[int, tuple[str, str]] = {}
+        self.threads = [0] * len(connections)
         deadline = time.monotonic() + timeout_s
         while pending:
             ready = wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
@@ -114,7 +138,7 @@ class RankPool:
                 return failures | late
             for rank in [rank for rank, connection in pending.items() if connection in ready]:
                 try:
-                    kind, text = pending.pop(rank).recv()
+                    kind, text, self.threads[rank] = pending.pop(rank).recv()
                 except EOFError:
                     kind, text = "error", "the worker process died"
                 if kind != "ok":
@@ -123,22 +147,51 @@ class RankPool:
         return failures
 
 
+def _end(process: Any, connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    process.join()
+
+
 def _work(rank: int, connection: Connection, path: list[str]) -> None:
     sys.path[:] = path
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
 
     torch.set_num_threads(1)
+    caches = _torch_caches()
     gc.freeze()  # so that the collection after every task looks at that task's objects alone
     while True:
         try:
             task = connection.recv()
         except EOFError:
             return
-        answer = _run_task(rank, *task)
-        # Wrapped modules are cycles that hold process groups, whose gloo threads wake a hundred times a second.
-        gc.collect()
-        connection.send(answer)
+        kind, text = _run_task(rank, *task)
+        _forget_meshes(caches)
+        connection.send((kind, text, len(os.listdir("/proc/self/task"))))
+
+
+def _torch_caches() -> list[Any]:
+    """torch's caches of functions of DTensors and meshes, by type: there is no list of them."""
+    import torch.distributed.tensor  # noqa: F401
+
+    found = [each for each in gc.get_objects() if type(each) is functools._lru_cache_wrapper]
+    return [each for each in found if str(each.__module__).startswith("torch.distributed.")]
+
+
+def _forget_meshes(caches: list[Any]) -> None:
+    """Let go of what holds meshes: those of the next run will equal these, whose process groups are gone."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from ragged_dtensor.ops import _answers
+
+    _clear_sharding_prop_cache()
+    getattr(_redistribute, "clear_redistribute_planner_cache", bool)()  # newer than torch 2.11
+    _answers._found.clear()
+    for cache in caches:
+        cache.cache_clear()
+    gc.collect()  # wrapped modules are cycles
 
 
 def _run_task(
@@ -146,11 +199,8 @@ def _run_task(
 ) -> tuple[str, str]:
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     try:
-        # It holds meshes of the last run that equal those of this one, and whose process groups are gone.
-        _clear_sharding_prop_cache()
         store = dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=TIMEOUT_S / 2)
@@ -161,6 +211,7 @@ def _run_task(
         dist.barrier()  # no rank leaves while another still talks to it
         dist.destroy_process_group()
     except pytest.skip.Exception as skipped:
+        dist.destroy_process_group()
         return "skip", str(skipped)
     except BaseException:
         return "error", traceback.format_exc()
