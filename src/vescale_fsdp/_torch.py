@@ -37,7 +37,9 @@ __all__ = [
     "ReduceScatter",
     "TorchDispatchMode",
     "all_gather",
+    "are_placed_as",
     "attach_state",
+    "base_of",
     "concatenated",
     "dtensor",
     "dtensor_spec",
@@ -57,6 +59,7 @@ __all__ = [
     "is_torchs_comm",
     "labelled",
     "local_of",
+    "locals_of",
     "on_gradient",
     "post_accumulate_hooks",
     "premul_sum",
@@ -180,6 +183,24 @@ def user_attributes(param: torch.Tensor) -> dict[str, Any]:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, itself: `to_local()` makes a view and an autograd node."""
     return cast(torch.Tensor, cast(Any, tensor)._local_tensor)
+
+
+def locals_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """`local_of` each."""
+    return [tensor._local_tensor for tensor in tensors]
+
+
+def are_placed_as(tensors: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether each is a DTensor with the very spec of its other one; None or a plain tensor is not."""
+    try:
+        return all(one._spec is two._spec for one, two in zip(tensors, others, strict=True))
+    except AttributeError:
+        return False
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What it is a view of (1.0)."""
+    return tensor._base
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:

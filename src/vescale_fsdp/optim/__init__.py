@@ -3,7 +3,7 @@
 Reading order; a file imports only what stands before it:
 
     matrices orthogonalize owners holdings route notes passage terms lend aligned adamw blocks adamw8bit optimizer
-    muon preconditioner panel_owners panel_state panels shampoo whole strip flat
+    muon preconditioner panel_owners panel_state panels shampoo whole strip tiles flat
 """
 
 from .adamw8bit import AdamW8bit

@@ -10,7 +10,8 @@ parameter, and each element gets the same bits as from the optimizer's own step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -22,15 +23,12 @@ from vescale_fsdp.errors import VescaleError
 from vescale_fsdp.group.shards import Shards
 from vescale_fsdp.state import ModuleState, find_state
 
-from .strip import Segment, Strip
+from .strip import Strip
+from .tiles import Batch, Tile, batches, joins
 
 __all__ = ["flat"]
 
 Group = dict[str, Any]
-EXACT_ON_CPU = (torch.float32, torch.float64)
-"""Dtypes in which CPU kernels give an element the same bits wherever it stands; others round in vectors only."""
-SMALL = 1 << 20
-"""Elements that are stepped together in any case: their temporaries do not count, but Python's time does."""
 
 
 def flat(optimizer: Optimizer, model: nn.Module) -> Optimizer:
@@ -77,6 +75,7 @@ class Flattened:
         self._shadow = shadow
         self._model = model
         self._update = getattr(type(shadow).step, "__wrapped__", type(shadow).step)  # hooks are the optimizer's
+        self._shown = _Shown({})
         self.regroup()
 
     def regroup(self) -> None:
@@ -90,6 +89,10 @@ class Flattened:
         self._others = [param for param in group_of if param not in held]
         self._group_of = group_of
         self._listed = [list(group["params"]) for group in self._optimizer.param_groups]
+        self._cut_version = -1
+        self._tiles: list[Tile] = []
+        self._batches: list[Batch] = []
+        self._tile_states: dict[Tensor, dict[str, Any]] = {}
 
     @property
     def _is_current(self) -> bool:
@@ -108,31 +111,68 @@ class Flattened:
         if not self._is_current:
             self.regroup()
         states, groups = self._optimizer.state, self._optimizer.param_groups
-        settings = [_settings(group) for group in groups]
         alone = list(self._others)
+        is_shown = self._shown.is_all_of(states)
         for strip in self._strips:
-            joins = [_joins(strip.flat, group) for group in groups]
-            alone += [member.param for member in strip.prepare(states, joins)]
-        segments = sorted((each for strip in self._strips for each in strip.segments), key=lambda each: each.group)
+            alone += strip.prepare(states, tuple(joins(strip.flat, group) for group in groups), is_shown=is_shown)
+        self._cut()
+        for tile in self._tiles:
+            tile.bind()
+        settings = [_settings(group) for group in groups]
         shadow = self._shadow
         shadow.param_groups = [
-            *({**settings[batch[0].group], "params": [each.param for each in batch]} for batch in _batches(segments)),
+            *({**settings[batch.group], "params": batch.params} for batch in self._batches),
             *({**groups[group], "params": params} for group, params in self._by_group(alone)),
         ]
-        shadow.state = defaultdict(dict, {segment.param: segment.state for segment in segments})
+        shadow.state = defaultdict(dict, self._tile_states)
         shadow.state.update({param: states[param] for param in alone if param in states})
         for name in ("grad_scale", "found_inf"):  # torch.amp.GradScaler puts them on the optimizer
             setattr(shadow, name, getattr(self._optimizer, name, None))
         self._update(shadow)
         states.update({param: shadow.state[param] for param in alone if shadow.state.get(param)})
+        for tile in self._tiles:
+            tile.release()
         for strip in self._strips:
             strip.conclude(states)
+        if not is_shown or self._cut_version != self._version:
+            self._shown = _Shown(states)
+
+    def _cut(self) -> None:
+        """Tiles and batches of the strips' segments, made anew when those changed."""
+        if self._cut_version == self._version:
+            return
+        self._cut_version = self._version
+        segments = [segment for strip in self._strips for segment in strip.segments]
+        self._tiles, self._batches = batches(segments, self._optimizer.param_groups)
+        self._tile_states = {tile.param: tile.state for tile in self._tiles}
+
+    @property
+    def _version(self) -> int:
+        """Counts the changes of segments and their states."""
+        return sum(strip.version for strip in self._strips)
 
     def _by_group(self, params: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
         by_group: dict[int, list[Tensor]] = defaultdict(list)
         for param in params:
             by_group[self._group_of[param]].append(param)
         yield from by_group.items()
+
+
+class _Shown:
+    """The optimizer's states as the last step left them."""
+
+    def __init__(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        self._states = states
+        self._dicts = list(states.values())
+        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+
+    def is_all_of(self, states: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether nobody has put other states there since; what they hold may differ."""
+        if states is not self._states or len(states) != len(self._dicts):
+            return False
+        if not all(map(is_, states.values(), self._dicts)) or sum(map(len, self._dicts)) != len(self._values):
+            return False
+        return all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
 
 
 class _Flat(Optimizer):
@@ -210,29 +250,8 @@ def _is_plain(shards: Shards) -> bool:
     )
 
 
-def _joins(shard: Tensor, group: Group) -> bool:
-    """Whether neighbours may be one tensor without changing a bit."""
-    return shard.device.type != "cpu" or (shard.dtype in EXACT_ON_CPU and not group.get("fused"))
-
-
 def _settings(group: Group) -> Group:
     """The group's settings for plain tensors; where torch would choose, it is to choose as it does for DTensors."""
     if group.get("foreach") is None and not group.get("fused"):
         return {**group, "foreach": False}
     return group
-
-
-def _batches(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Segments of one group, together no larger than the largest: temporaries of a step are not the whole model's."""
-    limit = max((segment.param.numel() for segment in segments), default=0)
-    limit = max(limit, SMALL)
-    batch: list[Segment] = []
-    numel = 0
-    for segment in segments:
-        numel += segment.param.numel()
-        if batch and (numel > limit or segment.group != batch[0].group):
-            yield batch
-            batch, numel = [], segment.param.numel()
-        batch.append(segment)
-    if batch:
-        yield batch

@@ -25,7 +25,7 @@ from vescale_fsdp import _torch
 from vescale_fsdp.errors import VescaleError
 from vescale_fsdp.group.shards import Shards
 
-__all__ = ["Member", "Segment", "Strip"]
+__all__ = ["STEP", "Member", "Segment", "Strip"]
 
 State = dict[str, Any]
 STEP = "step"
@@ -66,6 +66,8 @@ class Segment:
     param: Tensor
     state: State = field(default_factory=dict)
     expected: tuple[Any, ...] = ()
+    later_steps: Tensor | None = None
+    """The `step` of the members behind the first, which follow its own."""
 
     @property
     def is_as_expected(self) -> bool:
@@ -87,8 +89,12 @@ class Strip:
         self._steps: Tensor | None = None
         self._steps_version = -1
         self._pattern: tuple[object, ...] = ()
-        self._joins: tuple[bool, ...] = ()
+        self._neighbours = _Neighbours(self.members)
+        self._joins: tuple[bool, ...] | None = None
+        """Those of the last step, if all gradients lay in one buffer as their parameters do."""
         self.segments: list[Segment] = []
+        self.version = 0
+        """Counts the changes of `segments` and of which states they have."""
 
     @property
     def is_current(self) -> bool:
@@ -96,20 +102,33 @@ class Strip:
         local = _torch.local_of(self.members[0].param)
         return local.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
 
-    def prepare(self, states: Mapping[Tensor, State], joins: Sequence[bool]) -> list[Member]:
+    def prepare(
+        self, states: Mapping[Tensor, State], joins: tuple[bool, ...], *, is_shown: bool = False
+    ) -> list[Member]:
         """Bind this step's gradients to segments; returns the members that have to be stepped on their own.
 
         joins: for each of the optimizer's groups, whether neighbours are one tensor or pieces.
+        is_shown: nobody has put other states there since the last step.
         """
-        pattern, starts, alone = self._scan(tuple(joins))
+        if is_shown and joins == self._joins and not self._steps_moved():
+            known = self._neighbours.find()
+            if known is not None:
+                self._bind(known)
+                return []
+        pattern, locals, alone = self._scan(joins)
         taking_part = [member for member, kind in zip(self.members, pattern, strict=True) if kind is not None]
         changed = [member for member in taking_part if self._adopt(member, states)]
         if changed or pattern != self._pattern or self._steps_moved():
             self._pattern = pattern
             self.segments = list(self._cut(pattern, states))
-        for segment, grad in zip(self.segments, self._gradients(starts), strict=True):
-            segment.param.grad = grad
+            self.version += 1
+        self._joins = joins if pattern == self._neighbours.pattern(joins) and self._neighbours.find() else None
+        self._bind(locals)
         return alone
+
+    def _bind(self, locals: Sequence[Tensor | None]) -> None:
+        for segment, grad in zip(self.segments, self._gradients(locals), strict=True):
+            segment.param.grad = grad
 
     def _scan(self, joins: tuple[bool, ...]) -> tuple[tuple[bool | None, ...], list[Tensor | None], list[Member]]:
         """For each member whether it continues a segment (None: not in one), each member's gradient, and the others."""
@@ -186,12 +205,15 @@ class Strip:
                 self._show_new(segment, states)
             step = segment.state.get(STEP)
             if step is not None and segment.last > segment.first and self._steps is not None:
-                self._steps[segment.first + 1 : segment.last + 1] = step
+                if segment.later_steps is None:
+                    segment.later_steps = self._steps[segment.first + 1 : segment.last + 1]
+                segment.later_steps.copy_(step)
         if self._steps is not None:
             self._steps_version = _torch.version_of(self._steps)
 
     def _show_new(self, segment: Segment, states: Mapping[Tensor, State]) -> None:
         """Keep what the optimizer made for a segment, and let each member's state view it."""
+        self.version += 1
         members = self.members[segment.first : segment.last + 1]
         begin, end = _bounds(members)
         for key, value in segment.state.items():
@@ -258,6 +280,8 @@ class Strip:
             self._steps = torch.zeros(len(self.members), dtype=like.dtype, device=like.device)
             if old is not None:
                 self._steps.copy_(old)
+            for segment in self.segments:
+                segment.later_steps = None
         return self._steps
 
     def _view(self, member: Member, key: str) -> Tensor:
@@ -271,6 +295,38 @@ class Strip:
         if flat.dtype != member.param.dtype:
             spec = _torch.with_dtype(spec, flat.dtype)
         return _torch.dtensor(local, spec)
+
+
+class _Neighbours:
+    """Whether the gradients of all members lie in one buffer as the parameters do, as one reduction delivers them.
+
+    Asked in every step, so it asks for all members at once, and only what torch answers without Python.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+        self._params = [member.param for member in members]
+        self._filled = [member.position for member in members if not member.is_empty]
+        self._begins = [members[position].begin for position in self._filled]
+
+    def pattern(self, joins: Sequence[bool]) -> tuple[bool, ...]:
+        """Which members continue a segment if they do."""
+        pairs = zip(self._members, self._members[1:], strict=False)
+        return (False, *(two.follows and one.group == two.group and joins[two.group] for one, two in pairs))
+
+    def find(self) -> list[Tensor] | None:
+        """Their local gradients, or None."""
+        grads = [param.grad for param in self._params]
+        if not self._filled or not _torch.are_placed_as(grads, self._params):
+            return None
+        locals = _torch.locals_of(grads)
+        filled = [locals[position] for position in self._filled]
+        buffer = _torch.base_of(filled[0])
+        if buffer is None or not all(_torch.base_of(local) is buffer for local in filled):
+            return None
+        shift = filled[0].storage_offset() - self._begins[0]
+        offsets = [int(local.storage_offset()) - shift for local in filled]
+        return locals if offsets == self._begins and all(local.is_contiguous() for local in filled) else None
 
 
 def _members(shards: Shards, fqns: Sequence[str], groups: Mapping[Tensor, int]) -> Iterator[Member]:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import clip_grad_norm_, fully_shard
 from vescale_fsdp.errors import VescaleError
-from vescale_fsdp.optim import flat
+from vescale_fsdp.optim import flat, tiles
+from vescale_fsdp.optim.strip import Strip
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
@@ -37,6 +38,9 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
     "rmsprop foreach": (torch.optim.RMSprop, {"lr": 0.01, "foreach": True}),
 }
+
+
+NUMEL = tiles.NUMEL
 
 
 def wrapped(kind: Callable[[], nn.Module] = Tower) -> nn.Module:
@@ -90,6 +94,74 @@ def test_every_bit_is_that_of_the_optimizers_own_step(kind: type[nn.Module]) -> 
                 optim.step()
                 optim.zero_grad()
         assert_equal(trained)
+
+
+@ranks(1, 3)
+def test_tiles_of_a_segment_get_the_same_bits_as_the_whole() -> None:
+    tiles.NUMEL = 7
+    try:
+        for name in OPTIMIZERS:
+            trained = pair(name, Odd)
+            for step in range(4):
+                for model, optim in trained:
+                    backward(model, step)
+                    optim.step()
+                    optim.zero_grad()
+            assert_equal(trained)
+            batches = trained[0][1]._flattened._batches
+            if name != "sgd" and "fused" not in name:  # one pass over memory; kernels that cannot be cut
+                assert all(param.numel() <= 7 for batch in batches for param in batch.params), name
+    finally:
+        tiles.NUMEL = NUMEL
+
+
+@ranks(2)
+def test_a_step_like_the_last_one_does_not_look_at_parameters_one_by_one() -> None:
+    (model, optim), _ = pair("adamw")
+    looked: list[Strip] = []
+    scan = Strip._scan
+    Strip._scan = lambda strip, joins: (looked.append(strip), scan(strip, joins))[1]  # type: ignore[method-assign]
+    try:
+        for step in range(4):
+            backward(model, step)
+            if step == 3:
+                model.head.weight.grad = model.head.weight.grad.clone()
+            looked.clear()
+            optim.step()
+            optim.zero_grad()
+            assert len(looked) == {0: 3, 1: 0, 2: 0, 3: 1}[step], step
+    finally:
+        Strip._scan = scan  # type: ignore[method-assign]
+
+
+@ranks(2)
+def test_gradients_that_moved_and_states_that_were_replaced_change_no_bit() -> None:
+    trained = pair("adamw")
+    for step in range(6):
+        for model, optim in trained:
+            backward(model, step)
+            weight = model.head.weight
+            if step == 2:
+                weight.grad = DTensor(weight.grad.to_local().clone(), weight._spec, requires_grad=False)
+            if step == 5:
+                lay_out_backwards([param for param in model.parameters() if param.grad.to_local().numel()])
+            if step == 3:
+                optim.state[weight]["exp_avg"] = optim.state[weight]["exp_avg"].clone() * 2
+            if step == 4:
+                optim.state[weight] = {key: value.clone() for key, value in optim.state[weight].items()}
+            optim.step()
+            optim.zero_grad()
+    assert_equal(trained)
+
+
+def lay_out_backwards(params: list[Any]) -> None:
+    """Put the gradients into one buffer, the last first."""
+    buffer = torch.empty(sum(param.grad.to_local().numel() for param in params))
+    for param, part in zip(
+        reversed(params), buffer.split([p.grad.to_local().numel() for p in reversed(params)]), strict=True
+    ):
+        local = part.view(param.grad.to_local().shape).copy_(param.grad.to_local())
+        param.grad = DTensor(local, param._spec, requires_grad=False)
 
 
 @ranks(2, 4)
