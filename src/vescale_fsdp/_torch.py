@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import repeat
+from operator import is_
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -39,7 +41,7 @@ __all__ = [
     "all_gather",
     "are_placed_as",
     "attach_state",
-    "base_of",
+    "common_base",
     "concatenated",
     "dtensor",
     "dtensor_spec",
@@ -193,14 +195,15 @@ def locals_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
 def are_placed_as(tensors: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether each is a DTensor with the very spec of its other one; None or a plain tensor is not."""
     try:
-        return all(one._spec is two._spec for one, two in zip(tensors, others, strict=True))
+        return all(map(is_, [tensor._spec for tensor in tensors], [other._spec for other in others]))
     except AttributeError:
         return False
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What it is a view of (1.0)."""
-    return tensor._base
+def common_base(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The one tensor that all are views of (1.0)."""
+    bases = [tensor._base for tensor in tensors]
+    return bases[0] if all(map(is_, bases, repeat(bases[0]))) else None
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:

@@ -90,7 +90,7 @@ class Flattened:
         self._group_of = group_of
         self._listed = [list(group["params"]) for group in self._optimizer.param_groups]
         self._cut_version = -1
-        self._tiles: list[Tile] = []
+        self._parts: list[Tile] = []
         self._batches: list[Batch] = []
         self._tile_states: dict[Tensor, dict[str, Any]] = {}
 
@@ -114,9 +114,9 @@ class Flattened:
         alone = list(self._others)
         is_shown = self._shown.is_all_of(states)
         for strip in self._strips:
-            alone += strip.prepare(states, tuple(joins(strip.flat, group) for group in groups), is_shown=is_shown)
+            alone += strip.prepare(states, tuple([joins(strip.flat, group) for group in groups]), is_shown=is_shown)
         self._cut()
-        for tile in self._tiles:
+        for tile in self._parts:
             tile.bind()
         settings = [_settings(group) for group in groups]
         shadow = self._shadow
@@ -130,7 +130,7 @@ class Flattened:
             setattr(shadow, name, getattr(self._optimizer, name, None))
         self._update(shadow)
         states.update({param: shadow.state[param] for param in alone if shadow.state.get(param)})
-        for tile in self._tiles:
+        for tile in self._parts:
             tile.release()
         for strip in self._strips:
             strip.conclude(states)
@@ -143,8 +143,9 @@ class Flattened:
             return
         self._cut_version = self._version
         segments = [segment for strip in self._strips for segment in strip.segments]
-        self._tiles, self._batches = batches(segments, self._optimizer.param_groups)
-        self._tile_states = {tile.param: tile.state for tile in self._tiles}
+        tiles, self._batches = batches(segments, self._optimizer.param_groups)
+        self._parts = [tile for tile in tiles if not tile.is_whole]
+        self._tile_states = {tile.param: tile.state for tile in tiles}
 
     @property
     def _version(self) -> int:

@@ -83,6 +83,7 @@ class Strip:
     def __init__(self, shards: Shards, fqns: Sequence[str], groups: Mapping[Tensor, int]) -> None:
         self.flat = shards.buffer.flat.detach()
         self.members = list(_members(shards, fqns, groups))
+        self._first_local = _torch.local_of(self.members[0].param) if self.members else None
         self._begin, end = _bounds(self.members)
         self._numel = end - self._begin
         self._states: dict[str, Tensor] = {}
@@ -99,8 +100,7 @@ class Strip:
     @property
     def is_current(self) -> bool:
         """Whether the parameters still are views of the shard buffer; `to_fsdp2` gives them other memory."""
-        local = _torch.local_of(self.members[0].param)
-        return local.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+        return _torch.local_of(self.members[0].param) is self._first_local
 
     def prepare(
         self, states: Mapping[Tensor, State], joins: tuple[bool, ...], *, is_shown: bool = False
@@ -321,12 +321,11 @@ class _Neighbours:
             return None
         locals = _torch.locals_of(grads)
         filled = [locals[position] for position in self._filled]
-        buffer = _torch.base_of(filled[0])
-        if buffer is None or not all(_torch.base_of(local) is buffer for local in filled):
+        if _torch.common_base(filled) is None or not all(map(Tensor.is_contiguous, filled)):
             return None
-        shift = filled[0].storage_offset() - self._begins[0]
-        offsets = [int(local.storage_offset()) - shift for local in filled]
-        return locals if offsets == self._begins and all(local.is_contiguous() for local in filled) else None
+        shift = int(filled[0].storage_offset()) - self._begins[0]
+        offsets = [local.storage_offset() for local in filled]
+        return locals if offsets == [begin + shift for begin in self._begins] else None
 
 
 def _members(shards: Shards, fqns: Sequence[str], groups: Mapping[Tensor, int]) -> Iterator[Member]:

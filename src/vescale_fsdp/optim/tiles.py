@@ -41,18 +41,16 @@ class Tile:
         return self.param is self.segment.param
 
     def bind(self) -> None:
-        """Take this step's gradient from the segment."""
-        if not self.is_whole:
-            grad = self.segment.param.grad
-            assert grad is not None
-            self.param.grad = grad.narrow(0, self.begin, self.param.numel())
+        """Take this step's gradient from the segment, of which the tile is a part."""
+        grad = self.segment.param.grad
+        assert grad is not None
+        self.param.grad = grad.narrow(0, self.begin, self.param.numel())
 
     def release(self) -> None:
         """After the step: let go of the gradient. Whatever states a tile has, optimizers have updated in place."""
-        if not self.is_whole:
-            self.param.grad = None
-            assert all(map(is_, self.state.values(), self.expected))
-            assert len(self.state) == len(self.expected)
+        self.param.grad = None
+        assert all(map(is_, self.state.values(), self.expected))
+        assert len(self.state) == len(self.expected)
 
 
 @dataclass(eq=False)
