@@ -134,21 +134,21 @@ class Flattened:
             tile.release()
         for strip in self._strips:
             strip.conclude(states)
-        if not is_shown or self._cut_version != self._version:
+        if not is_shown or self._cut_version != self._num_changes:
             self._shown = _Shown(states)
 
     def _cut(self) -> None:
         """Tiles and batches of the strips' segments, made anew when those changed."""
-        if self._cut_version == self._version:
+        if self._cut_version == self._num_changes:
             return
-        self._cut_version = self._version
+        self._cut_version = self._num_changes
         segments = [segment for strip in self._strips for segment in strip.segments]
         tiles, self._batches = batches(segments, self._optimizer.param_groups)
         self._parts = [tile for tile in tiles if not tile.is_whole]
         self._tile_states = {tile.param: tile.state for tile in tiles}
 
     @property
-    def _version(self) -> int:
+    def _num_changes(self) -> int:
         """Counts the changes of segments and their states."""
         return sum(strip.version for strip in self._strips)
 

@@ -207,7 +207,7 @@ class Strip:
             if step is not None and segment.last > segment.first and self._steps is not None:
                 if segment.later_steps is None:
                     segment.later_steps = self._steps[segment.first + 1 : segment.last + 1]
-                segment.later_steps.copy_(step)
+                segment.later_steps.fill_(step)
         if self._steps is not None:
             self._steps_version = _torch.version_of(self._steps)
 
