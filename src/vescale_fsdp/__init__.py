@@ -3,9 +3,9 @@
 Reading order; a file imports only what stands before it:
 
     errors _torch fsdp2_seams nested policy spec layout formats hookspecs constraints plugins plan planner testing
-    shapes wishes model_plan advisor picture simulate mesh home preflight managed guards group grouping replicas
-    schedule state footprint module forward_method comm_context broadcast ema fully_shard grad_clip optim checkpoint
-    report demo cli
+    shapes wishes model_plan advisor picture simulate mesh in_place home preflight managed guards group grouping
+    replicas schedule state footprint module forward_method comm_context broadcast ema fully_shard grad_clip optim
+    checkpoint report demo cli
 
 Importing changes nothing in torch.
 """
@@ -33,6 +33,7 @@ from .forward_method import register_fsdp_forward_method
 from .fully_shard import fully_shard
 from .grad_clip import clip_grad_norm_
 from .hookspecs import hookimpl
+from .in_place import InPlaceReduceScatter
 from .module import FSDPModule, UnshardHandle
 from .policy import ParamPolicy
 from .report import explain, report, traffic
@@ -43,6 +44,7 @@ __all__ = [
     "CheckpointError",
     "DataParallelMeshDims",
     "FSDPModule",
+    "InPlaceReduceScatter",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParamPolicy",

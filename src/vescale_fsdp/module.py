@@ -13,6 +13,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from . import _torch
 from .group.param_group import ParamGroup
+from .in_place import InPlaceReduceScatter
 from .state import ModuleState, find_state
 
 __all__ = ["FSDPModule", "UnshardHandle"]
@@ -108,8 +109,16 @@ class FSDPModule(TorchFSDPModule):
             group.all_gather_comm = comm
 
     def set_custom_reduce_scatter(self, comm: _torch.ReduceScatter) -> None:
-        """Reduce with `comm`, in every group of this module."""
-        for group in self._groups():
+        """Reduce with `comm`, in every group of this module.
+
+        What is reduced is copied in and out of memory that `comm` allocates, unless it has a true `is_in_place`: it is
+        then called with the buffers themselves, may overwrite its input, and allocates nothing (not in torch).
+        """
+        groups = list(self._groups())
+        if isinstance(comm, InPlaceReduceScatter):
+            for group in groups:
+                comm.check(group.mesh.group)
+        for group in groups:
             group.reduction.comm = comm
 
     def set_all_reduce_hook(

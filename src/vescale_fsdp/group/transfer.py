@@ -136,7 +136,8 @@ def reduce_scatter(
 ) -> None:
     """Sum `whole` over ranks and keep this rank's part in `shard`; both have the dtype of the reduction.
 
-    `group`: a process group of the same ranks for reductions alone, or None for the mesh's own.
+    `group`: a process group of the same ranks for reductions alone, or None for the mesh's own. `comm`: a user's
+    collective, which reduces memory that it allocates itself, or, if it says `is_in_place`, these very buffers.
     """
     if division.before != 1:
         whole.flat.div_(division.before)
@@ -147,6 +148,8 @@ def reduce_scatter(
         over = group if group is not None else mesh.group
         if comm is None:
             _torch.reduce_scatter(target, source, op=division.op, group=over)
+        elif getattr(comm, "is_in_place", False):
+            _wait_for(comm(output_tensor=target, input_tensor=source, group=over, op=division.op))
         else:
             _reduce_staged(source, target, comm, over, division.op)
             traffic.copied_bytes += (source.numel() + target.numel()) * source.itemsize
@@ -162,10 +165,13 @@ def _reduce_staged(
     given = comm.allocate((source.numel(),), dtype=source.dtype, device=source.device)
     taken = comm.allocate((target.numel(),), dtype=target.dtype, device=target.device)
     given.copy_(source)
-    work = comm(output_tensor=taken, input_tensor=given, group=group, op=op)
+    _wait_for(comm(output_tensor=taken, input_tensor=given, group=group, op=op))
+    target.copy_(taken)
+
+
+def _wait_for(work: dist.Work | None) -> None:
     if work is not None:
         work.wait()
-    target.copy_(taken)
 
 
 def all_reduce(shard: DBuffer, mesh: DataMesh, division: Division, *, traffic: Traffic) -> None:
