@@ -2,8 +2,8 @@
 
 torch.distributed.checkpoint works on our models as it is; this package adds what it leaves open.
 
-Reading order: errors, manifest, files, contents, saving, loading, full_state, live, exchange, migration, calls, change,
-safetensor_file, file_format, hugging_face.
+Reading order: errors, manifest, files, contents, cover, save_planner, saving, loading, full_state, live, exchange,
+migration, calls, change, safetensor_file, file_format, hugging_face.
 """
 
 from .errors import CheckpointError

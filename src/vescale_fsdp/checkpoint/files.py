@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from .errors import CheckpointError
 from .manifest import FileFacts, Manifest
@@ -27,6 +29,11 @@ class CheckedWriter(FileSystemWriter):
         super().__init__(path)
         self.facts: dict[str, FileFacts] = {}
         self.fs = _CheckedFiles(self.facts)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata, and empty it: torch sends what is left to all ranks, who do not need it."""
+        super().finish(metadata, results)
+        metadata.state_dict_metadata, metadata.planner_data, metadata.storage_data = {}, None, None
 
 
 class _CheckedFiles(FileSystem):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as write
+from torch.distributed.tensor import DTensor
 
 from .contents import aliases_of, state_of
 from .errors import CheckpointError, on_rank_0, together
 from .files import CheckedWriter
 from .manifest import Manifest, next_data, publish
+from .save_planner import BoxSavePlanner, collection_paused
 
 __all__ = ["save"]
 
@@ -42,16 +45,35 @@ def save(
     path = Path(folder)
     values = dict(extra or {})
     state: dict[str, Any] = {}
-    together(lambda: state.update(state_of(model, optimizer)))
+    names = together(lambda: _fill(state, model, optimizer))
     data = on_rank_0(lambda: _prepare(path, values))
     writer = CheckedWriter(path / data)
+    planner = BoxSavePlanner(same_names=len(set(names)) == 1)
     try:
-        write(state, storage_writer=writer)
+        with collection_paused():
+            write(state, storage_writer=writer, planner=planner)
     except CheckpointException as error:
         on_rank_0(lambda: shutil.rmtree(path / data, ignore_errors=True))
         raise CheckpointError(f"{path}: not saved, what was there is as it was. {error}") from error
     facts = {name: each for part in together(lambda: writer.facts) for name, each in part.items()}
     on_rank_0(lambda: publish(path, Manifest(data, facts, aliases_of(model), values)))
+
+
+def _fill(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str:
+    """The digest of the names, and of what is a tensor and what a DTensor, in their order."""
+    state.update(state_of(model, optimizer))
+    return sha256("\n".join(_names(state)).encode()).hexdigest()
+
+
+def _names(state: Any, path: str = "") -> Iterator[str]:
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _names(value, f"{path}/{key}")
+    elif isinstance(state, list | tuple):
+        for index, value in enumerate(state):
+            yield from _names(value, f"{path}/{index}")
+    else:
+        yield f"{path} {isinstance(state, torch.Tensor)} {isinstance(state, DTensor)}"
 
 
 def _prepare(folder: Path, extra: Mapping[str, Any]) -> str:
