@@ -45,6 +45,8 @@ CASES: dict[str, tuple[int, str, Policy]] = {
 QUICK = ("b fp32", "b fp32, not resharded", "b bf16, reduced in bf16", "c6 fp32", "c3 fp32")
 SIMULATED = {"ours, flat": OURS, "fsdp2": FSDP2}
 PHASES = ("forward", "backward", "optimizer")
+TILE = 1 << 18
+"""Elements that `flat` steps together."""
 MIB = 2**20
 
 Times = dict[str, list[list[float]]]
@@ -75,7 +77,8 @@ def main() -> None:
         found = _in_ranks(num_ranks, model, policy, engines, options.rounds)
         links[num_ranks] = Link(**found["link"])
         machine = _machine(found, tuple(links.values()))
-        report[name] = {"ranks": num_ranks, "times": found["times"], **_print(name, found, machine)}
+        measured = {each: found[each] for each in ("times", "link", "rates", "seconds")}
+        report[name] = {"ranks": num_ranks, **measured, **_print(name, found, machine)}
     if options.machine:
         options.machine.write_text(machine.to_json())
     if options.json:
@@ -95,7 +98,7 @@ def _rank(rank: int, num_ranks: int, folder: str, model: str, policy: Policy, en
     torch.set_flush_denormal(True)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     mesh = init_device_mesh("cpu", (num_ranks,))
-    link, copies = _link(num_ranks), _copy_bandwidth()
+    rates = Rates(num_ranks, policy, sum(param.numel() for param in build(SIZES[model], "meta").parameters()))
     wrapped = {}
     for name in engines:
         wrapped[name] = ENGINES[name](build(SIZES[model]), mesh, policy)
@@ -110,11 +113,12 @@ def _rank(rank: int, num_ranks: int, folder: str, model: str, policy: Policy, en
         for name in engines[shift:] + engines[:shift]:
             dist.barrier()
             times[name].append(_step(*wrapped[name], model, 3 + number, rank))
+        rates.measure()
     everyone: list[Times] = [{} for _ in range(num_ranks)]
     dist.all_gather_object(everyone, times)
+    found = rates.found()
     if rank == 0:
-        slowest = {name: _slowest([each[name] for each in everyone]) for name in engines}
-        found = {"times": slowest, "link": link, "copy_bandwidth": copies}
+        found["times"] = {name: _slowest([each[name] for each in everyone]) for name in engines}
         (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -137,47 +141,105 @@ def _slowest(ranks: list[list[list[float]]]) -> list[list[float]]:
     return [max(phases, key=sum) for phases in zip(*ranks, strict=True)]
 
 
-def _link(num_ranks: int) -> dict[str, float]:
-    """Latency and bus bandwidths of both collectives, from a small and a large one."""
-    seconds: dict[str, list[float]] = {"gather": [], "reduce": []}
-    sizes = (MIB // 4, 64 * MIB)
-    for nbytes in sizes:
-        whole, part = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4 // num_ranks)
-        seconds["gather"].append(_median(lambda w=whole, p=part: dist.all_gather_into_tensor(w, p)))
-        seconds["reduce"].append(_median(lambda w=whole, p=part: dist.reduce_scatter_tensor(p, w)))
-    share = (num_ranks - 1) / num_ranks
-    slope = {kind: (large - small) / (sizes[1] - sizes[0]) for kind, (small, large) in seconds.items()}
-    latency = max(seconds["gather"][0] - slope["gather"] * sizes[0], 0.0)
-    return {
-        "ranks": num_ranks,
-        "latency_s": latency / max(num_ranks.bit_length() - 1, 1),
-        "gather_bandwidth": share / slope["gather"],
-        "reduce_bandwidth": share / slope["reduce"],
-    }
+class Rates:
+    """What this machine moves and updates per second, measured once per round, under the load that engines have."""
+
+    def __init__(self, num_ranks: int, policy: Policy, numel: int) -> None:
+        reduce, compute = policy.reduce_dtype, torch.float32 if policy.precision == "fp32" else torch.bfloat16
+        self._num_ranks = num_ranks
+        self._reduce_itemsize = reduce.itemsize
+        # Written once: reads of memory that never was go to one page of zeros.
+        given, taken = torch.ones(16 * MIB), torch.ones(16 * MIB)
+        cast = torch.ones(16 * MIB, dtype=compute if compute != torch.float32 else torch.bfloat16)
+        self._runs: dict[str, Callable[[], object]] = {
+            "copy": lambda: taken.copy_(given),
+            "cast": lambda: cast.copy_(given),
+            "update": _update(numel // num_ranks, 8),
+            "tiled": _update(numel // num_ranks, max(numel // num_ranks // TILE, 1), tiled=True),
+        }
+        for kind, numel_ in (("small", MIB // 16), ("large", 8 * MIB)):
+            whole = torch.ones(numel_, dtype=compute)
+            sums = torch.ones(numel_, dtype=reduce)
+            self._runs["gather " + kind] = _gather(whole, num_ranks)
+            self._runs["reduce " + kind] = _reduce(sums, num_ranks)
+        self._cast_bytes = 16 * MIB * (4 + cast.itemsize)
+        self._whole_bytes = (MIB // 16 * compute.itemsize, 8 * MIB * compute.itemsize)
+        self._sum_bytes = (MIB // 16 * reduce.itemsize, 8 * MIB * reduce.itemsize)
+        self._numel = numel // num_ranks
+        self._seconds: dict[str, list[float]] = {name: [] for name in self._runs}
+
+    def measure(self) -> None:
+        for name, run in self._runs.items():
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            self._seconds[name].append(time.perf_counter() - start)
+
+    def found(self) -> dict[str, Any]:
+        """Medians, of the slowest rank in each round."""
+        everyone: list[dict[str, list[float]]] = [{} for _ in range(self._num_ranks)]
+        dist.all_gather_object(everyone, self._seconds)
+        seconds = {
+            name: statistics.median(map(max, zip(*(each[name] for each in everyone), strict=True)))
+            for name in self._runs
+        }
+        latency, gather = _line_through(self._whole_bytes, seconds["gather small"], seconds["gather large"])
+        _, reduce = _line_through(self._sum_bytes, seconds["reduce small"], seconds["reduce large"])
+        share = (self._num_ranks - 1) / self._num_ranks
+        return {
+            "link": {
+                "ranks": self._num_ranks,
+                "latency_s": latency / max(self._num_ranks.bit_length() - 1, 1),
+                "gather_bandwidth": share / gather,
+                "reduce_bandwidth": share / reduce,
+            },
+            "rates": {
+                "copy_bandwidth": 2 * 64 * MIB / seconds["copy"],
+                "cast_bandwidth": self._cast_bytes / seconds["cast"],
+                "updates_per_s": self._numel / seconds["update"],
+                "tiled_updates_per_s": self._numel / seconds["tiled"],
+            },
+            "seconds": seconds,
+        }
 
 
-def _copy_bandwidth() -> float:
-    source, target = torch.zeros(16 * MIB), torch.zeros(16 * MIB)
-    return 2 * 64 * MIB / _median(lambda: target.copy_(source))
+def _line_through(nbytes: tuple[int, int], small: float, large: float) -> tuple[float, float]:
+    """Seconds at no bytes, and per byte."""
+    slope = (large - small) / (nbytes[1] - nbytes[0])
+    return max(small - slope * nbytes[0], 0.0), slope
 
 
-def _median(run: Callable[[], object], times: int = 9) -> float:
-    found = []
-    for _ in range(times + 2):
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[2:])
+def _gather(whole: torch.Tensor, num_ranks: int) -> Callable[[], object]:
+    part = torch.ones_like(whole.narrow(0, 0, whole.numel() // num_ranks))
+    return lambda: dist.all_gather_into_tensor(whole, part)
+
+
+def _reduce(whole: torch.Tensor, num_ranks: int) -> Callable[[], object]:
+    part = torch.ones_like(whole.narrow(0, 0, whole.numel() // num_ranks))
+    return lambda: dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.AVG)
+
+
+def _update(numel: int, tensors: int, *, tiled: bool = False) -> Callable[[], object]:
+    """A step of AdamW in float32 over so many elements: over all at once, or over one tensor after another."""
+    params = [torch.ones(max(numel // tensors, 1)) for _ in range(tensors)]
+    for param in params:
+        param.grad = torch.full_like(param, 1e-3)
+    lists = [[param] for param in params] if tiled else [params]
+    optimizers = [torch.optim.AdamW(each, lr=1e-3, foreach=True) for each in lists]
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return step
 
 
 def _machine(found: dict[str, Any], links: tuple[Link, ...]) -> Machine:
     """This machine's rates; computation is the plain model's, so that only its ratio to the rest is a prediction."""
     workload = _workload(found)
-    forward, backward, optimizer = (statistics.median(each) for each in zip(*found["times"]["plain"], strict=True))
+    forward, backward, _ = (statistics.median(each) for each in zip(*found["times"]["plain"], strict=True))
     flops = workload.model_flops / (forward + backward)
-    updates = workload.shapes.numel / optimizer
-    return Machine("this machine", flops, flops, found["copy_bandwidth"], updates, 2**34, links, overlaps=False)
+    return Machine("this machine", flops, flops, memory_bytes=2**34, links=links, overlaps=False, **found["rates"])
 
 
 def _workload(found: dict[str, Any]) -> Workload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vescale_fsdp.simulate import (
     Link,
     Machine,
     Memory,
+    Moves,
     Workload,
     memory_of,
     read_machine,
@@ -69,14 +71,43 @@ def test_fsdp2_copies_each_gather_in_and_out_and_pads_rows(tmp_path: Path) -> No
     (cost,) = FSDP2.costs(workload, 4)
     # 5 rows over 4 ranks: 2 each, 8 rows of 4 elements in all.
     assert (cost.whole, cost.share, cost.numel) == (32, 8, 20)
-    assert cost.gather_copy_bytes == 2 * 4 * (8 + 32)
-    assert cost.reduce_copy_bytes == 4 * (20 + 32)
-    assert OURS.costs(workload, 4)[0].gather_copy_bytes == 0
+    assert cost.gather_moves == Moves(copied=2 * 4 * (8 + 32))
+    assert cost.reduce_moves == Moves(copied=4 * (20 + 32))
+    assert OURS.costs(workload, 4)[0].gather_moves == Moves()
+
+
+def test_casts_are_told_from_copies(tmp_path: Path) -> None:
+    shapes = read_shapes(str(tiny(tmp_path, rows=5)))
+    (ours,) = OURS.costs(Workload(shapes, 1, reduce_dtype="bfloat16"), 4)
+    (theirs,) = FSDP2.costs(Workload(shapes, 1, reduce_dtype="bfloat16"), 4)
+    # 20 elements over 4 ranks are shares of 8, of 16 bytes in bfloat16. Ours casts its share before the gather and what
+    # was reduced after it; gradients are copied in bfloat16.
+    assert ours.gather_moves == Moves(cast=8 * (4 + 2))
+    assert ours.reduce_moves == Moves(copied=20 * (2 + 2), cast=8 * (2 + 4))
+    assert theirs.gather_moves == Moves(copied=2 * 2 * (8 + 32), cast=8 * (4 + 2))
+    assert theirs.reduce_moves == Moves(copied=20 * 2 + 32 * 2, cast=8 * (2 + 4))
+    # Reduced in float32, gradients are cast on the way into the buffer, and nothing is cast afterwards.
+    (ours,) = OURS.costs(Workload(shapes, 1), 4)
+    assert ours.reduce_moves == Moves(cast=20 * (2 + 4))
+
+
+def test_a_machine_may_cast_at_another_rate_and_update_faster_in_tiles() -> None:
+    moves = Moves(copied=100) + Moves(cast=50)
+    assert SLOW.move_s(moves) == pytest.approx(150 / 10)
+    assert replace(SLOW, cast_bandwidth=5.0).move_s(moves) == pytest.approx(100 / 10 + 50 / 5)
+    assert SLOW.update_s(16, in_tiles=True) == SLOW.update_s(16, in_tiles=False) == 16 / 4
+    tiled = replace(SLOW, tiled_updates_per_s=8.0)
+    assert (tiled.update_s(16, in_tiles=True), tiled.update_s(16, in_tiles=False)) == (16 / 8, 16 / 4)
+
+
+def test_our_optimizer_steps_in_tiles_and_fsdp2s_does_not(tmp_path: Path) -> None:
+    workload = Workload(read_shapes(str(tiny(tmp_path))), 1, compute_dtype="float32", checkpointed=False)
+    tiled = replace(SLOW, tiled_updates_per_s=8.0)
+    times = [time_of(engine, workload, tiled, engine.costs(workload, 2), 2) for engine in (OURS, FSDP2)]
+    assert [time.optimizer for time in times] == [16 / 8, 16 / 4]
 
 
 def test_with_overlap_a_gather_hides_behind_the_computation_before_it(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     workload = Workload(read_shapes(str(tiny(tmp_path))), 1, compute_dtype="float32", checkpointed=False)
     fast = replace(SLOW, links=(Link(1024, 0.0, 4.0, 4.0),), copy_bandwidth=1e12, overlaps=True)
     time = time_of(OURS, workload, fast, OURS.costs(workload, 2), 2)
@@ -105,8 +136,9 @@ def test_the_published_times_of_one_layer_come_out() -> None:
 
 
 def test_a_machine_survives_json(tmp_path: Path) -> None:
-    (tmp_path / "m.json").write_text(MACHINES["h800"].to_json())
-    assert read_machine(str(tmp_path / "m.json")) == MACHINES["h800"]
+    for machine in (MACHINES["h800"], replace(SLOW, cast_bandwidth=5.0, tiled_updates_per_s=8.0)):
+        (tmp_path / "m.json").write_text(machine.to_json())
+        assert read_machine(str(tmp_path / "m.json")) == machine
 
 
 @pytest.mark.parametrize(
@@ -122,6 +154,7 @@ def test_a_machine_survives_json(tmp_path: Path) -> None:
         ),
         ('{"version": 1, "links": [], "color": 1}', "unknown entry 'color'"),
         ('{"version": 1, "links": [], "flops": "many"}', "flops is a number, got 'many'"),
+        ('{"version": 1, "links": [], "cast_bandwidth": "many"}', "cast_bandwidth is a number, got 'many'"),
     ],
 )
 def test_a_machine_that_is_none_is_refused_by_entry(tmp_path: Path, text: str, error: str) -> None:

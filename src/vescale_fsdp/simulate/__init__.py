@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .chart import draw_scaling
 from .engine import FSDP2, OURS, Engine, GroupCost
-from .machine import MACHINES, Link, Machine, read_machine
+from .machine import MACHINES, Link, Machine, Moves, read_machine
 from .memory import Memory, memory_of
 from .scaling import Point, Scaling, scale
 from .step import StepTime, time_of
@@ -22,6 +22,7 @@ __all__ = [
     "Link",
     "Machine",
     "Memory",
+    "Moves",
     "Point",
     "Scaling",
     "StepTime",

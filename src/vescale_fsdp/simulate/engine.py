@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from ..model_plan import PlannedGroup, plan_model
 from ..shapes import ModelShapes, ShapeGroup
+from .machine import Moves
 from .workload import Workload
 
 __all__ = ["FSDP2", "OURS", "Engine", "GroupCost"]
@@ -27,7 +28,7 @@ class GroupCost:
     """One copy of a group on one rank; elements unless the name says bytes.
 
     numel: of its parameters; largest: of its largest parameter; whole: gathered, padding included; share: kept per
-    rank; state_numel: per rank that optimizer states are kept for. Copied bytes count what is read and what is written.
+    rank; state_numel: per rank that optimizer states are kept for.
     """
 
     name: str
@@ -38,32 +39,39 @@ class GroupCost:
     whole: int
     share: int
     state_numel: int
-    gather_copy_bytes: int
-    reduce_copy_bytes: int
+    gather_moves: Moves
+    reduce_moves: Moves
 
 
 @dataclass(frozen=True)
 class Engine:
     """A name and the costs of every group of a workload at a number of ranks.
 
-    step_bytes: of temporaries per element of its shard that the optimizer step makes.
+    step_bytes: of temporaries per element of its shard that the optimizer step makes; steps_in_tiles: whether all
+    passes of an update go over a few elements before the next few, or each pass over all of them.
     """
 
     name: str
     costs: Callable[[Workload, int], tuple[GroupCost, ...]]
     step_bytes: int
+    steps_in_tiles: bool
 
 
 def _ours(workload: Workload, num_ranks: int) -> tuple[GroupCost, ...]:
     """Gathered in place: one cast of the shard where dtypes differ; each gradient is written once."""
     costs = []
     for planned in _planned(workload.shapes, num_ranks):
-        share, whole = planned.plan.share, planned.plan.share * num_ranks
-        numel = planned.plan.numel
-        cast = share * (STORED_BYTES + workload.compute_bytes) if workload.compute_bytes != STORED_BYTES else 0
-        written = numel * (workload.compute_bytes + workload.reduce_bytes)
-        costs.append(_cost(planned.shapes, numel, whole, share, share, cast, written))
+        share, numel = planned.plan.share, planned.plan.numel
+        gather = _cast(share, STORED_BYTES, workload.compute_bytes)
+        written = Moves.between(numel, workload.compute_bytes, numel, workload.reduce_bytes)
+        stored = _cast(share, workload.reduce_bytes, STORED_BYTES)
+        costs.append(_cost(planned.shapes, numel, share * num_ranks, share, share, gather, written + stored))
     return tuple(costs)
+
+
+def _cast(numel: int, source: int, target: int) -> Moves:
+    """Nothing where the dtypes are one."""
+    return Moves() if source == target else Moves.between(numel, source, numel, target)
 
 
 @lru_cache(maxsize=64)  # weak and strong scaling ask for the same plans
@@ -74,21 +82,22 @@ def _planned(shapes: ModelShapes, num_ranks: int) -> tuple[PlannedGroup, ...]:
 def _fsdp2(workload: Workload, num_ranks: int) -> tuple[GroupCost, ...]:
     """Rows are padded to a multiple of the ranks; a gather is copied in and out, a reduction in."""
     costs = []
+    width = workload.compute_bytes
     for group in workload.shapes.groups:
         rows = [(spec.shape[0] if spec.shape else 1, math.prod(spec.shape[1:])) for spec in group.specs]
         share = sum(-(-count // num_ranks) * rest for count, rest in rows)
         kept = sum(min(-(-count // num_ranks), count) * rest for count, rest in rows)
         whole = share * num_ranks
-        width = workload.compute_bytes
-        cast = share * (STORED_BYTES + width) if width != STORED_BYTES else 0
-        copies = cast + share * 2 * width + whole * 2 * width
-        written = group.numel * width + whole * workload.reduce_bytes
-        costs.append(_cost(group, group.numel, whole, share, kept, copies, written))
+        copies = Moves.between(share, width, share, width) + Moves.between(whole, width, whole, width)
+        written = Moves.between(group.numel, width, whole, workload.reduce_bytes)
+        stored = _cast(share, workload.reduce_bytes, STORED_BYTES)
+        gather = _cast(share, STORED_BYTES, width) + copies
+        costs.append(_cost(group, group.numel, whole, share, kept, gather, written + stored))
     return tuple(costs)
 
 
 def _cost(
-    group: ShapeGroup, numel: int, whole: int, share: int, state_numel: int, gather: int, reduce: int
+    group: ShapeGroup, numel: int, whole: int, share: int, state_numel: int, gather: Moves, reduce: Moves
 ) -> GroupCost:
     return GroupCost(
         name=group.name,
@@ -99,10 +108,10 @@ def _cost(
         whole=whole,
         share=share,
         state_numel=state_numel,
-        gather_copy_bytes=gather,
-        reduce_copy_bytes=reduce,
+        gather_moves=gather,
+        reduce_moves=reduce,
     )
 
 
-OURS = Engine("vescale-fsdp", _ours, step_bytes=0)
-FSDP2 = Engine("fsdp2", _fsdp2, step_bytes=4)
+OURS = Engine("vescale-fsdp", _ours, step_bytes=0, steps_in_tiles=True)
+FSDP2 = Engine("fsdp2", _fsdp2, step_bytes=4, steps_in_tiles=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import VescaleError
 
-__all__ = ["MACHINES", "Link", "Machine", "read_machine"]
+__all__ = ["MACHINES", "Link", "Machine", "Moves", "read_machine"]
 
 VERSION = 1
 """Of the JSON format."""
@@ -35,11 +35,30 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Moves:
+    """What is copied within a rank's memory, and what is cast on the way: bytes read and bytes written together."""
+
+    copied: int = 0
+    cast: int = 0
+
+    @classmethod
+    def between(cls, numel: int, source: int, written: int, target: int) -> Moves:
+        """`numel` elements of `source` bytes each are read, `written` of `target` bytes are written."""
+        nbytes = numel * source + written * target
+        return cls(copied=nbytes) if source == target else cls(cast=nbytes)
+
+    def __add__(self, other: Moves) -> Moves:
+        return Moves(self.copied + other.copied, self.cast + other.cast)
+
+
+@dataclass(frozen=True)
 class Machine:
     """A cluster of equal ranks. Rates are reached ones, except `peak_flops`, to which MFU refers.
 
-    copy_bandwidth: bytes read and written per second by copies and casts; updates_per_s: elements per second that the
-    optimizer steps; overlaps: whether collectives run beside computation (CUDA streams) or in between (gloo);
+    copy_bandwidth: bytes read and written per second by copies; cast_bandwidth: by casts, where that is another.
+    updates_per_s: elements of float32 per second that the optimizer steps; tiled_updates_per_s: where all passes of an
+    update go over what a cache holds, if that is another.
+    overlaps: whether collectives run beside computation (CUDA streams) or in between (gloo).
     reserved_bytes: memory of a rank that tensors cannot have (context, communicators, fragments).
     """
 
@@ -52,11 +71,16 @@ class Machine:
     links: tuple[Link, ...]
     reserved_bytes: int = 0
     overlaps: bool = True
+    cast_bandwidth: float | None = None
+    tiled_updates_per_s: float | None = None
 
     def __post_init__(self) -> None:
         _positive(self, "peak_flops", "flops", "copy_bandwidth", "updates_per_s", "memory_bytes")
         if not self.links:
             raise VescaleError(f"{self.name}: expected at least one link, got none")
+        _positive(
+            self, *(name for name in ("cast_bandwidth", "tiled_updates_per_s") if getattr(self, name) is not None)
+        )
         if self.flops > self.peak_flops:
             raise VescaleError(f"{self.name}: flops {self.flops:g} exceed peak_flops {self.peak_flops:g}")
 
@@ -69,6 +93,14 @@ class Machine:
         """Reduce-scatter of `nbytes` in all."""
         link = self._link(num_ranks)
         return _collective(nbytes, num_ranks, link.latency_s, link.reduce_bandwidth)
+
+    def move_s(self, moves: Moves) -> float:
+        """Copies and casts within a rank."""
+        return moves.copied / self.copy_bandwidth + moves.cast / (self.cast_bandwidth or self.copy_bandwidth)
+
+    def update_s(self, numel: int, *, in_tiles: bool) -> float:
+        """One step of the optimizer."""
+        return numel / ((in_tiles and self.tiled_updates_per_s) or self.updates_per_s)
 
     def _link(self, num_ranks: int) -> Link:
         """The smallest that spans the ranks; beyond the largest, the largest."""
@@ -137,7 +169,10 @@ def _made(kind: Any, value: Any, where: str) -> Any:  # a dataclass and the valu
     if unknown := sorted(set(value) - set(known)):
         raise VescaleError(f"{where}: unknown entry {unknown[0]!r}. Known: {', '.join(known)}")
     for name, entry in value.items():
-        if known[name] in ("int", "float") and (isinstance(entry, bool) or not isinstance(entry, (int, float))):
+        if entry is None and "None" in str(known[name]):
+            continue
+        is_number = isinstance(entry, (int, float)) and not isinstance(entry, bool)
+        if str(known[name]).split(" ")[0] in ("int", "float") and not is_number:
             raise VescaleError(f"{where}: {name} is a number, got {entry!r}")
     try:
         return kind(**value)

@@ -88,7 +88,8 @@ def time_of(
     queues = _Queues(machine.overlaps)
     _run_forward(queues, machine, order, forward, gathers)
     _run_backward(queues, machine, order, forward, (gathers, reduces), again=workload.checkpointed)
-    optimizer = sum(cost.share * cost.count for cost in costs) / machine.updates_per_s
+    share = sum(cost.share * cost.count for cost in costs)
+    optimizer = machine.update_s(share, in_tiles=engine.steps_in_tiles)
     return StepTime(
         queues.busy, queues.gather, queues.reduce, queues.copies, optimizer, workload.model_flops, machine.peak_flops
     )
@@ -116,7 +117,7 @@ def _run_forward(
         queues.compute = max(queues.compute, done)
         if i + 1 < len(order):
             done = _gather(queues, gathers[i + 1], queues.compute)
-        queues.work(seconds[i], cost.gather_copy_bytes / machine.copy_bandwidth)
+        queues.work(seconds[i], machine.move_s(cost.gather_moves))
 
 
 def _gather(queues: _Queues, seconds: float, not_before: float) -> float:
@@ -140,14 +141,14 @@ def _run_backward(
     roots = [i for i in reversed(range(len(order))) if order[i].is_root]
     done = _gather(queues, gathers[layers[0]], queues.compute) if layers else queues.compute
     for at, i in enumerate([*layers, *roots]):
-        copies = order[i].reduce_copy_bytes
+        copies = machine.move_s(order[i].reduce_moves)
         if at < len(layers):
             queues.gather += max(done - queues.compute, 0.0)
             queues.compute = max(queues.compute, done)
-            copies += order[i].gather_copy_bytes
+            copies += machine.move_s(order[i].gather_moves)
             if at + 1 < len(layers):
                 done = _gather(queues, gathers[layers[at + 1]], queues.compute)
-        queues.work(seconds[i] * (3 if again and not order[i].is_root else 2), copies / machine.copy_bandwidth)
+        queues.work(seconds[i] * (3 if again and not order[i].is_root else 2), copies)
         if not queues.overlaps:
             queues.reduce += reduces[i]
         queues.send(reduces[i], queues.compute)
