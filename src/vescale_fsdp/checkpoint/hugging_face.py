@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from operator import mul
 from pathlib import Path
@@ -92,7 +92,7 @@ def _form(
     """What the files hold of a tensor."""
     name, shape = rename(fqn), tuple(value.shape)
     if fqn in formats:
-        return Quantised(name, shape, formats[fqn])
+        return Quantised.exported(name, shape, formats[fqn])
     return Entry(name, shape, dtype if dtype is not None and value.is_floating_point() else value.dtype)
 
 
@@ -198,17 +198,17 @@ def import_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, rena
     with ExitStack() as stack:
         files = together_open(stack, paths)
         where = {name: file for file in files for name in file.entries}
-        plan = _resolve(values, aliases, where, rename)
         entries = {name: file.entries[name] for name, file in where.items()}
-        quantised = together(lambda: _find_quantised(plan.values(), entries))[0]
+        quantised = together(lambda: _find_quantised(values, rename, entries))[0]
+        plan = _resolve(values, aliases, {*where, *quantised}, rename)
         together(lambda: _check(values, plan, entries, set(map(rename, aliases)), quantised))
         for fqn, name in plan.items():
-            codes = where[name].tensor(name)
-            if name not in quantised:
-                _fill(fqn, values[fqn], codes)
+            found = quantised.get(name)
+            if found is None:
+                _fill(fqn, values[fqn], where[name].tensor(name))
                 continue
-            scales = quantised[name].scale_name
-            _fill_decoded(fqn, values[fqn], quantised[name], codes, where[scales].tensor(scales))
+            codes, scales = (where[part].tensor(part) for part in (found.codes_name, found.scale_name))
+            _fill_decoded(fqn, values[fqn], found, codes, scales)
     # What views no parameter, as the values of shards that are stored as codes, arrives only now.
     model.load_state_dict(with_aliases(model, values), strict=False)
 
@@ -235,7 +235,7 @@ def _files_in(folder: Path) -> list[Path]:
 def _resolve(
     values: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
-    where: Mapping[str, TensorFile],
+    found: Set[str],
     rename: Callable[[str], str],
 ) -> dict[str, str]:
     """Which name in the files each tensor has: its own, or that of one it is tied to."""
@@ -245,12 +245,15 @@ def _resolve(
             continue
         tied = [alias for alias, first in aliases.items() if first == fqn]
         names = [rename(each) for each in (fqn, *tied)]
-        plan[fqn] = next((name for name in names if name in where), names[0])
+        plan[fqn] = next((name for name in names if name in found), names[0])
     return plan
 
 
-def _find_quantised(names: Iterable[str], entries: Mapping[str, Entry]) -> dict[str, Quantised]:
-    found = {name: find_quantised(entries[name], entries) for name in names if name in entries}
+def _find_quantised(
+    values: Mapping[str, torch.Tensor], rename: Callable[[str], str], entries: Mapping[str, Entry]
+) -> dict[str, Quantised]:
+    shapes = {rename(fqn): tuple(value.shape) for fqn, value in values.items()}
+    found = {name: find_quantised(name, shape, entries) for name, shape in shapes.items()}
     return {name: each for name, each in found.items() if each is not None}
 
 
@@ -264,15 +267,18 @@ def _check(
     lines = []
     for fqn, name in plan.items():
         shape = tuple(values[fqn].shape)
-        if name not in entries:
+        if name not in entries and name not in quantised:
             lines.append(f"{fqn}: no tensor {name} in the files")
-        elif entries[name].shape != shape:
-            lines.append(f"{fqn}: expected shape {shape}, the file has {entries[name].shape}")
         elif values[fqn].is_meta:
             lines.append(f"{fqn}: is on the meta device; call to_empty(device=...) first")
-        elif entries[name].dtype in CODES and name not in quantised and _lacks_scales(values[fqn], entries[name]):
+        elif name in quantised:
+            continue
+        elif entries[name].shape != shape:
+            lines.append(f"{fqn}: expected shape {shape}, the file has {entries[name].shape}")
+        elif entries[name].dtype in CODES and _lacks_scales(values[fqn], entries[name]):
             lines.append(f"{fqn}: the file has codes, {entries[name].dtype}, but no scales of a registered format")
-    known = {*plan.values(), *tied, *(each.scale_name for each in quantised.values())}
+    parts = (part for each in quantised.values() for part in (each.codes_name, each.scale_name))
+    known = {*plan.values(), *tied, *parts}
     lines += [f"{name}: in the files, not in the model" for name in entries if name not in known]
     if lines:
         more = [f"and {len(lines) - MAX_NAMED} more"] if len(lines) > MAX_NAMED else []

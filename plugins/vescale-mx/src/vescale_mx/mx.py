@@ -27,6 +27,13 @@ class MxFormat:
 
     name: str
     element: SmallFloat
+    file_dtype: torch.dtype | None = None
+    """Of the codes in safetensors files; no program that we know of reads MXFP6 from them."""
+    codes_suffix: str = ""
+    scale_suffix: str = "_scale"
+    """Of the names in safetensors files, as compressed-tensors' `mxfp4-pack-quantized` and `mxfp8-quantized`."""
+    stack_suffixes: tuple[str, str] = ("_blocks", "_scales")
+    """Of fused experts in MXFP4, as in gpt-oss."""
     block_shape: tuple[int, int] = (1, 32)
     scale_dtype: torch.dtype = torch.uint8
 
@@ -54,11 +61,11 @@ def _powers_of_two(biased: torch.Tensor) -> torch.Tensor:
 MX_FORMATS = {
     format.name: format
     for format in (
-        MxFormat("mxfp8", E4M3),
-        MxFormat("mxfp8_e5m2", E5M2),
+        MxFormat("mxfp8", E4M3, torch.float8_e4m3fn),
+        MxFormat("mxfp8_e5m2", E5M2, torch.float8_e5m2),
         MxFormat("mxfp6_e2m3", E2M3),
         MxFormat("mxfp6_e3m2", E3M2),
-        MxFormat("mxfp4", E2M1),
+        MxFormat("mxfp4", E2M1, torch.uint8, codes_suffix="_packed"),
     )
 }
 """By name. mxfp8 is E4M3, mxfp4 is E2M1."""
