@@ -1,11 +1,13 @@
-"""The models that engines are compared on, and the ways to wrap them: ours, FSDP2, FSDP1, plain."""
+"""The models that engines are compared on, and the ways to wrap them: ours, FSDP2, FSDP1, Megatron-FSDP, plain."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+import no_cuda_streams
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 
-from vescale_fsdp import fully_shard
+from vescale_fsdp import FSDPModule, InPlaceReduceScatter, fully_shard
 from vescale_fsdp.optim import flat
 
 
@@ -180,10 +182,52 @@ def wrap_fsdp1(model: GPT, mesh: DeviceMesh, policy: Policy) -> Wrapped:
     return wrapped, adamw(wrapped)
 
 
+def wrap_ours_opted_in(model: GPT, mesh: DeviceMesh, policy: Policy) -> Wrapped:
+    """With all that is off by default: the flat step, the in-place collective of gloo, one gather ahead in forward."""
+    model, optimizer = wrap_ours_flat(model, mesh, policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and mesh.size() > 1:
+            module.set_custom_reduce_scatter(InPlaceReduceScatter())
+    model.set_num_modules_to_forward_prefetch(1)
+    return model, optimizer
+
+
+def wrap_megatron(model: GPT, mesh: DeviceMesh, policy: Policy) -> Wrapped:
+    """Megatron-FSDP's `experimental` engine, which knows streams of CUDA alone."""
+    no_cuda_streams.install()
+    from megatron_fsdp.experimental import fully_shard as shard
+    from megatron_fsdp.experimental.optimizer import fully_shard_optimizer
+    from megatron_fsdp.experimental.placement import Flat, Placements
+    from megatron_fsdp.mixed_precision import MixedPrecisionPolicy as Mixed
+
+    mixed = None
+    if policy.precision != "fp32":
+        model, mixed = model.to(torch.bfloat16), Mixed(main_params_dtype=torch.float32)
+    placements = Placements(dp_axes=[0], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()])
+    for module in (*model.blocks, model):
+        shard(module, mesh, placements, mixed_precision_policy=mixed)
+    optimizer = adamw(model)
+    fully_shard_optimizer(optimizer)
+    return model, optimizer
+
+
+def why_not(engine: str, policy: Policy) -> str:
+    """Why an engine cannot run a case; nothing if it can."""
+    if engine != "megatron":
+        return ""
+    if find_spec("megatron_fsdp") is None or find_spec("einops") is None:
+        return "not installed: pip install einops && pip install --no-deps megatron-fsdp==0.6.1"
+    if not policy.reshards:
+        return "it always reshards after forward"
+    return "it reduces in the dtype of its parameters" if policy.precision == "bf16" else ""
+
+
 ENGINES: dict[str, Callable[[GPT, DeviceMesh, Policy], Wrapped]] = {
     "fsdp2": wrap_fsdp2,
     "ours": wrap_ours,
     "ours, flat": wrap_ours_flat,
+    "ours, all": wrap_ours_opted_in,
     "fsdp1": wrap_fsdp1,
+    "megatron": wrap_megatron,
     "plain": wrap_plain,
 }

@@ -5,8 +5,11 @@
     python benchmarks/step.py --machine here.json          and this machine's rates, for `vescale-fsdp simulate`
 
 Wall times mean something only as ratios within a run; quartiles on both sides of 1 are a tie. The last column is what
-docs/simulate.md's model predicts from rates measured in the same run, over what was measured. `--python` measures the
-Python cost of many small tensors instead, in one process, on a group whose collectives do nothing.
+docs/simulate.md's model predicts from rates measured in the same run, over what was measured. "ours, flat" steps with
+`optim.flat`, "ours, all" also reduces in place and gathers one block ahead in forward: all of it is off by default.
+
+`--python` measures the Python cost of many small tensors instead, in one process, on a group whose collectives do
+nothing; `--wrap` what wrapping GPT-OSS-120B costs over 8 and over 256 ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from engine_models import ENGINES, SIZES, Policy, build, text
+import wrap
+from engine_models import ENGINES, SIZES, Policy, build, text, why_not
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp.shapes import from_module
@@ -62,19 +66,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every time to this file")
     parser.add_argument("--machine", type=Path, help="write this machine's rates to this file")
     parser.add_argument("--python", action="store_true", help="the Python cost of a step instead")
+    parser.add_argument("--wrap", action="store_true", help="the cost of wrapping a public model instead")
     options = parser.parse_args()
     # glibc keeps what is freed, as a caching allocator does: first touches would hide everything else.
     os.environ.update(MALLOC_ARENA_MAX="1", MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(64 << 30))
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    if options.wrap:
+        return wrap.measure(options.rounds)
     if options.python:
-        return mp.spawn(_python_cost, args=(options.rounds,), nprocs=1)
+        return mp.spawn(_python_cost, args=(max(options.rounds, 40),), nprocs=1)
     names = options.case or (list(QUICK) if options.quick else list(CASES))
     engines = [name for name in ENGINES if not options.engine or name in (*options.engine, "fsdp2", "plain")]
     report: dict[str, Any] = {}
     links: dict[int, Link] = {}
     for name in names:
         num_ranks, model, policy = CASES[name]
-        found = _in_ranks(num_ranks, model, policy, engines, options.rounds)
+        for engine in engines:
+            if reason := why_not(engine, policy):
+                print(f"{name}: no {engine}, {reason}")
+        own = [engine for engine in engines if not why_not(engine, policy)]
+        found = _in_ranks(num_ranks, model, policy, own, options.rounds)
         links[num_ranks] = Link(**found["link"])
         machine = _machine(found, tuple(links.values()))
         measured = {each: found[each] for each in ("times", "link", "rates", "seconds")}
@@ -303,7 +314,7 @@ def _python_cost(rank: int, rounds: int) -> None:
     engines = ("fsdp2", "ours", "ours, flat", "plain")
     wrapped = {name: ENGINES[name](build(SIZES["a"]), mesh, Policy()) for name in engines}
     cost: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    for number in range(rounds + 3):
+    for number in range(rounds + 5):
         for name in engines:
             module, optimizer = wrapped[name]
             begin = time.process_time()
@@ -312,13 +323,20 @@ def _python_cost(rank: int, rounds: int) -> None:
             optimizer.step()
             cost[name].append((middle - begin, time.process_time() - middle))
             optimizer.zero_grad()
-    both = {name: [statistics.median(each) for each in zip(*own[3:], strict=True)] for name, own in cost.items()}
-    print("model a, rank 0 of 8, milliseconds of CPU: forward and backward above plain (/ fsdp2), optimizer (/ fsdp2)")
-    for name in engines[:-1]:
-        above, base = both[name][0] - both["plain"][0], both["fsdp2"][0] - both["plain"][0]
-        step, reference = both[name][1], both["fsdp2"][1]
-        print(f"{name:<12}{1e3 * above:>9.2f} ({above / base:.2f}){1e3 * step:>9.2f} ({step / reference:.2f})")
     dist.destroy_process_group()
+    above = {
+        name: [mine[0] - base[0] for mine, base in zip(own, cost["plain"], strict=True)][5:]
+        for name, own in cost.items()
+    }
+    steps = {name: [step for _, step in own][5:] for name, own in cost.items()}
+    print(f"model a, rank 0 of 8: milliseconds of CPU, medians of {rounds} rounds; ratios within a round, quartiles")
+    print(_cells("engine", "fwd+bwd-plain", "/ fsdp2", "quartiles", "optimizer", "/ fsdp2", "quartiles"))
+    for name in engines[:-1]:
+        cells = []
+        for taken in (above, steps):
+            low, middle, high = _quartiles([a / b for a, b in zip(taken[name], taken["fsdp2"], strict=True)])
+            cells += [f"{1e3 * statistics.median(taken[name]):.2f}", f"{middle:.3f}", f"{low:.2f}-{high:.2f}"]
+        print(_cells(name, *cells))
 
 
 if __name__ == "__main__":
