@@ -417,7 +417,7 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused() -> None:
         fully_shard(nn.Linear(4, 4), reshard_after_forward=3)
 
 
-@ranks(2)
+@ranks(1, 2)
 def test_offloaded_parameters_gradients_and_states_are_on_the_cpu_and_equal_the_reference() -> None:
     reference = Tower()
     model = wrapped(copy.deepcopy(reference), offload_policy=vescale_fsdp.CPUOffloadPolicy())
@@ -425,7 +425,7 @@ def test_offloaded_parameters_gradients_and_states_are_on_the_cpu_and_equal_the_
     for step in range(2):
         for each, rank in ((reference, None), (model, dist.get_rank())):
             each.zero_grad()
-            each(batch(step, 2, rank)).square().mean().backward()
+            each(batch(step, dist.get_world_size(), rank)).square().mean().backward()
         assert_same_grads(model, reference)
         for param, other in zip(model.parameters(), reference.parameters(), strict=True):
             other.grad = full(param.grad)

@@ -92,8 +92,8 @@ def gather(
     """Start to fill `whole` from every rank's `shard`; it is usable once the caller has waited.
 
     The input of the collective is the shard's own memory, or, where the dtype or device changes, this rank's slice of
-    the output: one cast, and the gather is in place. A user's `comm` gathers in memory that it allocates itself, from
-    where the whole is copied.
+    the output: one cast, and the gather is in place. One rank alone has only that copy. A user's `comm` gathers in
+    memory that it allocates itself, from where the whole is copied.
     """
     gathering = Gathering(whole.flat)
     with torch.no_grad():
@@ -103,7 +103,8 @@ def gather(
                 output = comm.allocate((target.numel(),), dtype=target.dtype, device=target.device)
                 gathering.staged.append((target, output))
                 traffic.copied_bytes += target.numel() * target.itemsize
-            if output is not target or source.dtype != target.dtype or source.device != target.device:
+            is_elsewhere = source.dtype != target.dtype or source.device != target.device
+            if output is not target or is_elsewhere or mesh.num_ranks == 1:
                 mine = output.narrow(0, mesh.rank * source.numel(), source.numel())
                 mine.copy_(source, non_blocking=True)
                 traffic.copied_bytes += mine.numel() * mine.itemsize
