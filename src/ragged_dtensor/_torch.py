@@ -113,6 +113,7 @@ NEEDED: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "DTensor": (DTensor, ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__", "redistribute")),
     "torch.distributed._state_dict_utils": (_state_dict_utils, ("_distribute_tensors",)),
+    "torch.optim.Optimizer": (torch.optim.Optimizer, ("_process_value_according_to_param_policy",)),
 }
 
 
@@ -177,6 +178,8 @@ CHUNK_LIST = Point(_DTensor, "__create_chunk_list__")
 TENSOR_SHARD = Point(_DTensor, "__get_tensor_shard__")
 FULL_STATE = Point(_state_dict_utils, "_distribute_tensors")
 DATA_PTR = Point(_DTensor, "data_ptr")
+# Each value of an optimizer's state dict passes here on its way to the state of its parameter.
+OPTIMIZER_STATE = Point(torch.optim.Optimizer, "_process_value_according_to_param_policy")
 
 
 def custom_handlers() -> dict[Any, Callable[..., Any]]:

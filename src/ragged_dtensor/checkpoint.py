@@ -126,7 +126,21 @@ def place_full(dtensor: DTensor, full: torch.Tensor) -> DTensor:
     return dtensor
 
 
+def shard_like(param: DTensor, full: torch.Tensor, name: str) -> DTensor:
+    """A full tensor that every rank holds as a DTensor placed as `param`, in memory of its own."""
+    if full.shape != param.shape:
+        raise RaggedShardError(
+            f"{name}: expected the parameter's shape {tuple(param.shape)}, or a DTensor placed as it is, got a tensor "
+            f"of shape {tuple(full.shape)}. Load the state of an optimizer of the same parameters in the same order."
+        )
+    part = local_part(full.detach(), param.device_mesh, tuple(param.placements)).clone()
+    meta = _torch.TensorMeta(param.size(), param.stride(), full.dtype)
+    spec = _torch.DTensorSpec(param.device_mesh, tuple(param.placements), tensor_meta=meta)
+    return _torch.new_dtensor(part, spec, requires_grad=False)
+
+
 _torch.seams.write_items = write_items
 _torch.seams.chunk_list = chunk_list
 _torch.seams.tensor_shard = tensor_shard
 _torch.seams.place_full = place_full
+_torch.seams.shard_like = shard_like

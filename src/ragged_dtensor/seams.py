@@ -31,6 +31,7 @@ class Seams:
     safe_globals: what `torch.load(weights_only=True)` may call to rebuild a placement
     write_items(dtensor, fqn), chunk_list(dtensor), tensor_shard(dtensor, index): DCP's three questions
     place_full(dtensor, full) -> the DTensor with the values of a full tensor that every rank holds
+    shard_like(param, full, name) -> a full tensor that every rank holds, cut as the parameter is
     """
 
     is_ragged: Callable[[object], bool] = lambda placement: False
@@ -43,6 +44,7 @@ class Seams:
     chunk_list: Callable[..., list[Any]] = _unfilled
     tensor_shard: Callable[..., torch.Tensor] = _unfilled
     place_full: Callable[..., DTensor] = _unfilled
+    shard_like: Callable[..., DTensor] = _unfilled
     safe_globals: tuple[Any, ...] = ()
     installers: list[Callable[[], None]] = field(default_factory=list)
 

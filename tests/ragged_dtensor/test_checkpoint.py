@@ -7,7 +7,7 @@ import io
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -418,6 +418,55 @@ def test_full_state_dicts_from_rank_0_or_from_every_rank_are_sliced() -> None:
         found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         for key, value in states.items():
             assert torch.equal(found[key], value)
+
+
+Params = Iterable[nn.Parameter]
+
+
+def adamw(params: Params) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1, amsgrad=True)
+
+
+def sgd(params: Params) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+@ranks(3)
+@pytest.mark.parametrize("make", [adamw, sgd, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_an_optimizers_state_dict_of_one_process_is_sliced(make: Callable[[Params], torch.optim.Optimizer]) -> None:
+    source = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    theirs = make(source.parameters())
+    train(source, theirs, 2)
+    model = model_of(mesh_of(), (1, 0, 4), seed=2)
+    model.load_state_dict({key: distribute_like(model, key, value) for key, value in source.state_dict().items()})
+    optimizer = make(model.parameters())
+    with CommDebugMode() as comms:
+        optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    assert comms.get_total_counts() == 0
+    assert_same(model, optimizer, source, theirs)
+    train(model, optimizer, 1)
+    train(source, theirs, 1)
+    assert_same(model, optimizer, source, theirs)
+
+
+def distribute_like(model: nn.Module, key: str, value: torch.Tensor) -> DTensor:
+    param = model.get_parameter(key)
+    return distribute_tensor(value, param.device_mesh, param.placements)  # type: ignore[attr-defined]
+
+
+@ranks(2)
+def test_state_of_another_shape_is_refused_at_loading_by_name() -> None:
+    source = nn.Linear(4, 3)
+    theirs = torch.optim.AdamW(source.parameters())
+    train(source, theirs, 1)
+    model = model_of(mesh_of(), (1, 2), seed=1)[0]
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    with pytest.raises(RaggedShardError, match=r"exp_avg of parameter 0: expected .* shape \(5, 3\).*\(3, 4\)"):
+        optimizer.load_state_dict(theirs.state_dict())
+    theirs = torch.optim.AdamW(source.named_parameters())
+    train(source, theirs, 1)
+    with pytest.raises(RaggedShardError, match=r"exp_avg of parameter weight: expected the parameter's shape \(5, 3\)"):
+        optimizer.load_state_dict(theirs.state_dict())
 
 
 @ranks(2)
