@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ragged_dtensor import distribute_tensor
+
 from . import _torch
 from .errors import VescaleError
 from .module import FSDPModule
@@ -55,11 +57,15 @@ class ShardedEMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Copy in what `state_dict` returned, under the same sharding."""
+        """Copy in what `state_dict` returned, under any sharding over the same mesh, or whole tensors on every rank.
+
+        Raises VescaleError, naming the average, before anything changes.
+        """
         if differing := sorted(state_dict.keys() ^ self._averages.keys()):
             raise VescaleError(f"the averages and the state dict differ in {differing}. Load averages of this model.")
+        values = {name: _placed(name, state_dict[name], average) for name, average in self._averages.items()}
         for name, average in self._averages.items():
-            average.copy_(state_dict[name])
+            average.copy_(values[name])
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -87,3 +93,20 @@ class ShardedEMA:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _placed(name: str, value: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+    """`value`, cut as the average is."""
+    if value.shape != average.shape:
+        raise VescaleError(f"{name}: expected shape {tuple(average.shape)}, the state dict has {tuple(value.shape)}")
+    if not isinstance(average, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        whole = value.to(average.device)
+        return distribute_tensor(whole, average.device_mesh, average.placements, src_data_rank=None)
+    if value.device_mesh != average.device_mesh:
+        raise VescaleError(
+            f"{name}: expected a DTensor on {average.device_mesh}, got one on {value.device_mesh}. Load it through "
+            f"torch.distributed.checkpoint, or give full_tensor()."
+        )
+    return value.redistribute(placements=average.placements)

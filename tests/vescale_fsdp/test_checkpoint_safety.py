@@ -217,6 +217,22 @@ def test_an_optimizer_that_was_not_saved_is_named_and_left_as_it_was() -> None:
 
 
 @ranks(2)
+def test_another_number_of_parameter_groups_is_said_in_words() -> None:
+    root, model = shared_folder(), wrapped(1)
+    params = list(model.parameters())
+    one, two = (
+        torch.optim.SGD(params, lr=0.1),
+        torch.optim.SGD([{"params": params[:1]}, {"params": params[1:]}], lr=0.1),
+    )
+    save(root, model, two)
+    with pytest.raises(CheckpointError, match="its optimizer has 2 parameter groups, not 1"):
+        load(root, model, one)
+    save(root, model, one)
+    with pytest.raises(CheckpointError, match="its optimizer has 1 parameter group, not 2"):
+        load(root, model, two)
+
+
+@ranks(2)
 def test_an_optimizer_of_another_model_is_refused_in_words() -> None:
     folder, model, other = shared_folder(), wrapped(seed=1), wrapped(seed=2)
     with pytest.raises(CheckpointError, match=r"optimizer: . of its . parameters are none of the model's"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,6 +102,7 @@ def check_fit(state: dict[str, Any], metadata: Metadata, aliases: Mapping[str, s
     }
     if "optimizer" not in state:
         found = {key: value for key, value in found.items() if key.startswith("model.")}
+    _check_groups(wanted, found)
     lines = [_missing(key, aliases) for key in wanted if key not in found]
     lines += [f"{key}: in the checkpoint, not in the model or optimizer" for key in found if key not in wanted]
     for key, value in wanted.items():
@@ -110,6 +111,17 @@ def check_fit(state: dict[str, Any], metadata: Metadata, aliases: Mapping[str, s
     if lines:
         more = [f"and {len(lines) - MAX_NAMED} more"] if len(lines) > MAX_NAMED else []
         raise CheckpointError("\n".join(["the checkpoint does not fit:", *lines[:MAX_NAMED], *more]))
+
+
+def _check_groups(wanted: Iterable[str], found: Iterable[str]) -> None:
+    """Names of single options would hide that there are more parameter groups, or fewer."""
+    start = "optimizer.param_groups."
+    mine, saved = (len({key.split(".")[2] for key in keys if key.startswith(start)}) for keys in (wanted, found))
+    if mine != saved:
+        raise CheckpointError(
+            f"the checkpoint does not fit: its optimizer has {saved} parameter group{'s' * (saved != 1)}, not {mine}. "
+            f"Make the optimizer with as many groups as were saved, of the same parameters."
+        )
 
 
 def _missing(key: str, aliases: Mapping[str, str]) -> str:
