@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -195,12 +196,13 @@ class Rates:
             for name in self._runs
         }
         latency, gather = _line_through(self._whole_bytes, seconds["gather small"], seconds["gather large"])
-        _, reduce = _line_through(self._sum_bytes, seconds["reduce small"], seconds["reduce large"])
-        share = (self._num_ranks - 1) / self._num_ranks
+        reduce_latency, reduce = _line_through(self._sum_bytes, seconds["reduce small"], seconds["reduce large"])
+        share, hops = (self._num_ranks - 1) / self._num_ranks, math.log2(self._num_ranks)
         return {
             "link": {
                 "ranks": self._num_ranks,
-                "latency_s": latency / max(self._num_ranks.bit_length() - 1, 1),
+                "latency_s": latency / hops,
+                "reduce_latency_s": reduce_latency / hops,
                 "gather_bandwidth": share / gather,
                 "reduce_bandwidth": share / reduce,
             },
@@ -235,14 +237,8 @@ def _update(numel: int, tensors: int, *, tiled: bool = False) -> Callable[[], ob
     params = [torch.ones(max(numel // tensors, 1)) for _ in range(tensors)]
     for param in params:
         param.grad = torch.full_like(param, 1e-3)
-    lists = [[param] for param in params] if tiled else [params]
-    optimizers = [torch.optim.AdamW(each, lr=1e-3, foreach=True) for each in lists]
-
-    def step() -> None:
-        for optimizer in optimizers:
-            optimizer.step()
-
-    return step
+    groups = [{"params": [param]} for param in params] if tiled else [{"params": params}]
+    return torch.optim.AdamW(groups, lr=1e-3, foreach=True).step
 
 
 def _machine(found: dict[str, Any], links: tuple[Link, ...]) -> Machine:

@@ -91,6 +91,17 @@ def test_casts_are_told_from_copies(tmp_path: Path) -> None:
     assert ours.reduce_moves == Moves(cast=20 * (2 + 4))
 
 
+def test_a_reduction_may_have_another_latency_than_a_gather() -> None:
+    link = Link(1024, 1.0, 4.0, 8.0)
+    machine = replace(SLOW, links=(link,))
+    # Three hops among 8 ranks; 7/8 of 64 bytes at 4 and at 8 bytes a second.
+    assert (machine.gather_s(64, 8), machine.reduce_s(64, 8)) == (3 * 1 + 56 / 4, 3 * 1 + 56 / 8)
+    machine = replace(SLOW, links=(replace(link, reduce_latency_s=2.0),))
+    assert (machine.gather_s(64, 8), machine.reduce_s(64, 8)) == (3 * 1 + 56 / 4, 3 * 2 + 56 / 8)
+    with pytest.raises(VescaleError, match="reduce_latency_s is a time >= 0, got -1"):
+        replace(link, reduce_latency_s=-1)
+
+
 def test_a_machine_may_cast_at_another_rate_and_update_faster_in_tiles() -> None:
     moves = Moves(copied=100) + Moves(cast=50)
     assert SLOW.move_s(moves) == pytest.approx(150 / 10)
@@ -136,7 +147,8 @@ def test_the_published_times_of_one_layer_come_out() -> None:
 
 
 def test_a_machine_survives_json(tmp_path: Path) -> None:
-    for machine in (MACHINES["h800"], replace(SLOW, cast_bandwidth=5.0, tiled_updates_per_s=8.0)):
+    link = Link(8, 1.0, 2.0, 3.0, reduce_latency_s=0.5)
+    for machine in (MACHINES["h800"], replace(SLOW, links=(link,), cast_bandwidth=5.0, tiled_updates_per_s=8.0)):
         (tmp_path / "m.json").write_text(machine.to_json())
         assert read_machine(str(tmp_path / "m.json")) == machine
 

@@ -20,18 +20,21 @@ VERSION = 1
 class Link:
     """What carries a collective over up to `ranks` ranks; bandwidths are of the bus, in bytes per second and rank.
 
-    A collective over W ranks with n bytes of whole tensor takes `latency_s * log2(W) + (W - 1) / W * n / bandwidth`.
+    A collective over W ranks with n bytes of whole tensor takes `latency * log2(W) + (W - 1) / W * n / bandwidth`.
+    reduce_latency_s: of reductions, if that is not the gathers': gloo reduces to all ranks, in two rounds.
     """
 
     ranks: int
     latency_s: float
     gather_bandwidth: float
     reduce_bandwidth: float
+    reduce_latency_s: float | None = None
 
     def __post_init__(self) -> None:
         _positive(self, "ranks", "gather_bandwidth", "reduce_bandwidth")
-        if not 0 <= self.latency_s < math.inf:
-            raise VescaleError(f"link: latency_s is a time >= 0, got {self.latency_s}")
+        for name in ("latency_s", "reduce_latency_s"):
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise VescaleError(f"link: {name} is a time >= 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Machine:
     def reduce_s(self, nbytes: float, num_ranks: int) -> float:
         """Reduce-scatter of `nbytes` in all."""
         link = self._link(num_ranks)
-        return _collective(nbytes, num_ranks, link.latency_s, link.reduce_bandwidth)
+        latency_s = link.latency_s if link.reduce_latency_s is None else link.reduce_latency_s
+        return _collective(nbytes, num_ranks, latency_s, link.reduce_bandwidth)
 
     def move_s(self, moves: Moves) -> float:
         """Copies and casts within a rank."""
