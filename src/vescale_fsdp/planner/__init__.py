@@ -2,7 +2,7 @@
 
 Reading order:
 
-    problem greedy bounds classes orders dives beam one_lane rows parts lanes groups
+    problem greedy bounds classes orders dives beam targets one_lane rows parts splits lanes groups
 
 Integers only: no torch, no process group, no clock, so every rank finds the same plan.
 """

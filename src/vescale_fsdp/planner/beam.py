@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .classes import ShareClass
 from .greedy import start_of_cut
-from .problem import Order, Problem, merged
+from .problem import Order, Problem, in_runs
 
 __all__ = ["Beam", "beam_search"]
 
@@ -26,11 +26,11 @@ class Beam:
 
 
 class _Move(NamedTuple):
-    """Placing one more tensor of a kind: its digit in a state, the tensor, and how far behind the next boundary it
+    """Placing one more tensor of a kind: where a state counts it, the tensor, and how far behind the next boundary it
     starts where it cannot be cut there."""
 
-    stride: int
-    modulus: int
+    one: int
+    mask: int
     full: int
     numel: int
     granularity: int
@@ -39,7 +39,8 @@ class _Move(NamedTuple):
 
 
 _Layer = dict[int, tuple[int, int, int]]
-"""From a state, how many tensors of each kind are placed, to (least gaps, elements placed, kind placed last)."""
+"""From a state, how many tensors of each kind are placed in a bit field per kind, to (least gaps, elements placed, kind
+placed last)."""
 
 
 def beam_search(problem: Problem, share_class: ShareClass, share: int, *, max_steps: int) -> Beam:
@@ -68,35 +69,35 @@ def beam_search(problem: Problem, share_class: ShareClass, share: int, *, max_st
 
 
 def _moves(problem: Problem, share_class: ShareClass, share: int, nowhere: int) -> list[_Move]:
-    moves, stride = [], 1
+    moves, bit = [], 0
     for kind, spans_ranks in zip(problem.kinds, share_class.spans_ranks, strict=True):
-        modulus = stride * (kind.count + 1)
         start = start_of_cut(0, share, kind.numel, kind.granularity, spans_ranks, share) if kind.numel > share else 0
         behind = start if start >= 0 else nowhere
-        full = stride * kind.count
-        moves.append(_Move(stride, modulus, full, kind.numel, kind.granularity, spans_ranks, behind))
-        stride = modulus
+        bits = kind.count.bit_length()
+        mask, full = (1 << bits) - 1 << bit, kind.count << bit
+        moves.append(_Move(1 << bit, mask, full, kind.numel, kind.granularity, spans_ranks, behind))
+        bit += bits
     return moves
 
 
 def _extend(layer: _Layer, moves: Sequence[_Move], share: int, spare: int) -> _Layer:
     following: _Layer = {}
-    for state, (gaps, placed, _) in layer.items():
-        position = placed + gaps
-        rest = share - position % share
-        for kind, (stride, modulus, full, numel, granularity, spans_ranks, behind) in enumerate(moves):
-            if state % modulus >= full:
+    known = following.get
+    states = [(state, gaps, placed, share - (placed + gaps) % share) for state, (gaps, placed, _) in layer.items()]
+    for kind, (one, mask, full, numel, granularity, spans_ranks, behind) in enumerate(moves):
+        for state, gaps, placed, rest in states:
+            if state & mask == full:
                 continue
-            total = gaps
             if numel > rest:
-                head = rest - rest % granularity
-                total += rest - head if spans_ranks or (head and numel - head <= share) else rest + behind
-                if total > spare:
+                tail = rest % granularity
+                is_cut = spans_ranks or (tail < rest and numel - rest + tail <= share)
+                gaps += tail if is_cut else rest + behind
+                if gaps > spare:
                     continue
-            target = state + stride
-            known = following.get(target)
-            if known is None or total < known[0]:
-                following[target] = (total, placed + numel, kind)
+            target = state + one
+            best = known(target)
+            if best is None or gaps < best[0]:
+                following[target] = (gaps, placed + numel, kind)
     return following
 
 
@@ -105,5 +106,5 @@ def _order(layers: Sequence[_Layer], moves: Sequence[_Move]) -> Order:
     kinds: list[int] = []
     for layer in reversed(layers[1:]):
         kinds.append(layer[state][2])
-        state -= moves[kinds[-1]].stride
-    return merged((kind, 1) for kind in reversed(kinds))
+        state -= moves[kinds[-1]].one
+    return in_runs(reversed(kinds))

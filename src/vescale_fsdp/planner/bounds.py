@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 from .problem import Kind, Problem
@@ -34,65 +35,68 @@ def forced_bound(problem: Problem, at_least: int) -> int:
 class Bounds:
     """Both bounds for any choice of a problem's tensors; what the choices have in common is computed once.
 
-    A choice is a mask, one bit per kind, and how many tensors of each kind are meant: all unless said.
+    A choice is a number of tensors of each kind, or a mask, one bit per kind: all tensors of these kinds.
     """
 
     def __init__(self, problem: Problem) -> None:
         kinds = problem.kinds
         self.problem = problem
-        self.everything = (1 << len(kinds)) - 1
         self.counts = tuple([kind.count for kind in kinds])
-        self.numels = [kind.numel for kind in kinds]
+        self.numels = tuple([kind.numel for kind in kinds])
+        self.everything = (1 << len(kinds)) - 1
+        self.totals = [(1 << i, kind.numel * kind.count) for i, kind in enumerate(kinds)]
         self.cuts = [(kind.smallest_single_cut_share, kind.granularity, 1 << i) for i, kind in enumerate(kinds)]
         self.cuts.sort(reverse=True)
-        self.blocks = [(*block, i) for i, kind in enumerate(kinds) for block in _blocks(kind)]
+        self.blocks = [(*block, i, 1 << i) for i, kind in enumerate(kinds) for block in _blocks(kind)]
         self.blocks.sort(reverse=True)
         self.any_layouts: dict[int, int] = {}
-        self.known: dict[int, int] = {}
-        self.known_counts: dict[tuple[int, ...], int] = {}
-
-    def one_buffer(self, mask: int, counts: Sequence[int], max_divisor: int = COARSE) -> int:
-        """Least share of one buffer that holds the chosen tensors and nothing else."""
-        numel = self.numel(mask, counts)
-        share = self.forced(mask, -(-numel // self.problem.num_ranks))
-        more = self._whole_blocks(mask, counts, numel, share, max_divisor)
-        return share if more == share else self.forced(mask, more)
+        self.of_masks: dict[int, int] = {}
+        self.counts_of: dict[int, tuple[int, ...]] = {}
+        self.known: dict[tuple[int, ...], int] = {}
 
     def of_mask(self, mask: int) -> int:
         """The coarse bound of one buffer of the kinds whose bits are set, computed once."""
-        known = self.known.get(mask)
+        known = self.of_masks.get(mask)
         if known is None:
-            known = self.known[mask] = self.one_buffer(mask, self.counts)
+            known = self.of_masks[mask] = self._one_buffer(mask, self.counts, self.numel(mask), COARSE)
         return known
 
     def all_of(self, mask: int) -> tuple[int, ...]:
         """All tensors of the kinds whose bits are set, as counts per kind."""
-        counts = tuple([count if mask >> i & 1 else 0 for i, count in enumerate(self.counts)])
-        self.known_counts[counts] = self.of_mask(mask)
-        return counts
+        if mask not in self.counts_of:
+            counts = tuple([count if mask >> i & 1 else 0 for i, count in enumerate(self.counts)])
+            self.counts_of[mask], self.known[counts] = counts, self.of_mask(mask)
+        return self.counts_of[mask]
 
     def of_counts(self, counts: tuple[int, ...]) -> int:
         """The coarse bound of one buffer of so many tensors of each kind, computed once."""
-        known = self.known_counts.get(counts)
+        known = self.known.get(counts)
         if known is None:
-            known = self.known_counts[counts] = self.one_buffer(mask_of(counts), counts)
+            known = self.known[counts] = self.one_buffer(counts, COARSE)
         return known
+
+    def one_buffer(self, counts: tuple[int, ...], max_divisor: int) -> int:
+        """Least share of one buffer that holds so many tensors of each kind and nothing else."""
+        if max_divisor == COARSE and counts in self.known:
+            return self.known[counts]
+        return self._one_buffer(mask_of(counts), counts, self.held(counts), max_divisor)
 
     def held(self, counts: Sequence[int]) -> int:
         """Elements of so many tensors of each kind."""
-        return sum([numel * count for numel, count in zip(self.numels, counts, strict=True)])
+        return sum(map(operator.mul, self.numels, counts))
+
+    def numel(self, mask: int) -> int:
+        """Elements of all tensors of the kinds whose bits are set."""
+        return sum([total for bit, total in self.totals if mask & bit])
 
     def any_layout(self, max_divisor: int = COARSE) -> int:
         """Least share of any layout of all tensors."""
         if max_divisor not in self.any_layouts:
-            numel = self.numel(self.everything, self.counts)
+            numel = self.problem.numel
             share = -(-numel // self.problem.num_ranks)
             share = self._whole_blocks(self.everything, self.counts, numel, share, max_divisor)
             self.any_layouts[max_divisor] = self.problem.round_up(share)
         return self.any_layouts[max_divisor]
-
-    def numel(self, mask: int, counts: Sequence[int]) -> int:
-        return sum([numel * counts[i] for i, numel in enumerate(self.numels) if mask >> i & 1])
 
     def forced(self, mask: int, share: int) -> int:
         """Least share of one buffer of the chosen kinds, not below a share that is known to be too small."""
@@ -108,6 +112,11 @@ class Bounds:
                 return rounded
             share = single_cut
 
+    def _one_buffer(self, mask: int, counts: Sequence[int], numel: int, max_divisor: int) -> int:
+        share = self.forced(mask, -(-numel // self.problem.num_ranks))
+        more = self._whole_blocks(mask, counts, numel, share, max_divisor)
+        return share if more == share else self.forced(mask, more)
+
     def _whole_blocks(self, mask: int, counts: Sequence[int], numel: int, share: int, max_divisor: int) -> int:
         """A share that is known to be too small, raised where whole blocks do not fill it.
 
@@ -115,13 +124,13 @@ class Bounds:
         """
         num_ranks = self.problem.num_ranks
         negligible = (num_ranks * share - numel) // max(1, num_ranks - 1)
-        large = [block for block, _, i in self.blocks if block > negligible and mask >> i & 1]
+        large = [block for block, _, _, bit in self.blocks if block > negligible and mask & bit]
         if num_ranks == 1 or not large:
             return share
         for size in _sizes(large, max_divisor, max(1, negligible)):
             if size * -(-(numel // size) // num_ranks) > share:
-                pieces = sum([block // size * number * counts[i] for block, number, i in self.blocks if mask >> i & 1])
-                share = max(share, size * -(-pieces // num_ranks))
+                blocks = [block // size * number * counts[i] for block, number, i, bit in self.blocks if mask & bit]
+                share = max(share, size * -(-sum(blocks) // num_ranks))
         return share
 
 

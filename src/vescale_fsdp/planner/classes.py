@@ -57,14 +57,13 @@ def share_classes(problem: Problem, at_least: int, below: int) -> Sequence[Share
     for granularity in sorted({kind.granularity for kind in problem.kinds if kind.numel > at_least + 1}):
         joined = (math.lcm(divisor, granularity) for divisor in sorted(divisors))
         divisors.update([divisor for divisor in joined if divisor < below][: MAX_CLASSES - len(divisors)])
-    classes = (_share_class(problem, divisor, at_least) for divisor in sorted(divisors))
-    return sorted((c for c in classes if c.bound < below), key=lambda c: (c.bound, c.divisor))
+    cuts = [(kind.granularity, kind.smallest_single_cut_share) for kind in problem.kinds]
+    classes = [_share_class(problem, cuts, divisor, at_least) for divisor in divisors]
+    return sorted([c for c in classes if c.bound < below], key=lambda c: (c.bound, c.divisor))
 
 
-def _share_class(problem: Problem, divisor: int, at_least: int) -> ShareClass:
-    spans_ranks = tuple(divisor % kind.granularity == 0 for kind in problem.kinds)
-    single = (
-        kind.smallest_single_cut_share for kind, spans in zip(problem.kinds, spans_ranks, strict=True) if not spans
-    )
-    least = max(single, default=0)
-    return ShareClass(divisor, problem.round_up(max(at_least, least), divisor), spans_ranks)
+def _share_class(problem: Problem, cuts: Sequence[tuple[int, int]], divisor: int, at_least: int) -> ShareClass:
+    """`cuts`: each kind's granularity and the least share where its tensors are cut once."""
+    spans_ranks = tuple([divisor % granularity == 0 for granularity, _ in cuts])
+    least = max([at_least, *[single for granularity, single in cuts if divisor % granularity]])
+    return ShareClass(divisor, problem.round_up(least, divisor), spans_ranks)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .problem import Kind, Order
 
-__all__ = ["NOWHERE", "end_of", "end_of_run", "start_of_cut", "starts_of"]
+__all__ = ["NOWHERE", "end_of", "end_of_run", "runs_of", "start_of_cut"]
 
 NOWHERE = 1 << 200
 """The end of a placement that does not exist: behind every buffer."""
@@ -60,22 +60,25 @@ def end_of_run(position: int, kind: Kind, count: int, spans_ranks: bool, share: 
     return NOWHERE
 
 
-def starts_of(
+def runs_of(
     order: Order, kinds: Sequence[Kind], spans_ranks: Sequence[bool], share: int
-) -> Iterator[tuple[int, int]]:
-    """(kind, start) of every tensor, in the order's order; the order must fit."""
+) -> Iterator[tuple[int, int, int]]:
+    """(kind, start, count) of tensors that follow each other without a gap; the order must fit."""
     position = 0
     for index, count in order:
-        numel = kinds[index].numel
+        numel, granularity = kinds[index].numel, kinds[index].granularity
         while count:
             rest = share - position % share
-            if numel > rest:
-                position = start_of_cut(position, rest, numel, kinds[index].granularity, spans_ranks[index], share)
+            fitting = rest // numel
+            if spans_ranks[index] and numel % granularity == 0 and position % granularity == 0:
+                fitting = count  # every start is a multiple of the block, and so is every boundary
+            elif not fitting:
+                position = start_of_cut(position, rest, numel, granularity, spans_ranks[index], share)
                 assert position >= 0, "the order was found to fit before it was placed"
-            fitting = max(1, min(count, rest // numel))
-            for _ in range(fitting):
-                yield index, position
-                position += numel
+                fitting = 1
+            fitting = min(count, fitting)
+            yield index, position, fitting
+            position += fitting * numel
             count -= fitting
 
 

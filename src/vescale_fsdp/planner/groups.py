@@ -102,7 +102,7 @@ def lay_out_group(
     problem = Problem.reduce(tensors, num_ranks, unit, align)
     bounds = Bounds(problem)
     lanes = lay_out_lanes(problem, bounds, max_lanes, -(-min_saving // (align * num_ranks)))
-    lane_of, starts = _by_tensor(tensors, lanes, align)
+    lane_of, starts = _by_tensor(problem, lanes, [not numel for numel, _, _ in tensors], align)
     lane_plans = tuple(LanePlan(lane.layout.share * align, lane.layout.bound * align) for lane in lanes)
     layout = Layout(num_ranks, unit, align, lane_plans, lane_of, starts, _bound(bounds, lanes) * align)
     layout.check(
@@ -117,14 +117,19 @@ def _bound(bounds: Bounds, lanes: Sequence[Lane]) -> int:
     return bound if bound == total(lanes) else bounds.any_layout(SHARP)
 
 
-def _by_tensor(tensors: Sequence[Tensor], lanes: Sequence[Lane], align: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _by_tensor(
+    problem: Problem, lanes: Sequence[Lane], is_empty: Sequence[bool], align: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Lane and start of each tensor: equal tensors take their places in module order."""
-    places: dict[int, list[tuple[int, int]]] = {}
+    lane_of: list[list[int]] = [[] for _ in problem.kinds]
+    starts: list[list[int]] = [[] for _ in problem.kinds]
     for lane_index, lane in enumerate(lanes):
         kinds = lane.kinds
-        for kind, start in place(lane.problem, lane.layout):
-            places.setdefault(kinds[kind], []).append((lane_index, start * align))
-    distinct = dict.fromkeys(tensor for tensor in tensors if tensor[0])
-    queues = {tensor: iter(places[index]) for index, tensor in enumerate(distinct)}
-    placed = [next(queues[tensor]) if tensor[0] else (0, 0) for tensor in tensors]
+        for kind, start, count in place(lane.problem, lane.layout):
+            step = lane.problem.kinds[kind].numel * align
+            lane_of[kinds[kind]] += [lane_index] * count
+            starts[kinds[kind]] += range(start * align, start * align + count * step, step)
+    next_place = [zip(*equal, strict=True).__next__ for equal in zip(lane_of, starts, strict=True)]
+    filled = iter([next_place[kind]() for kind in problem.kinds_of_module])
+    placed = [(0, 0) if empty else next(filled) for empty in is_empty]
     return tuple([lane for lane, _ in placed]), tuple([start for _, start in placed])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +12,12 @@ from .beam import beam_search
 from .bounds import COARSE, SHARP
 from .classes import MAX_CLASSES, ShareClass, share_classes
 from .dives import dive, preferences
+from .greedy import NOWHERE, end_of
 from .orders import moved_orders, sorted_orders
 from .problem import Order, Problem
+from .targets import Targets
 
-__all__ = ["LaneLayout", "lay_out"]
+__all__ = ["LaneLayout", "in_module_order", "lay_out"]
 
 NUM_DIVES = 4
 """Targets per class and preference, by bisection."""
@@ -27,13 +30,13 @@ MOVE_STEPS = 10_000
 BEAM_STEPS = 60_000
 """By one beam, at one share; a search that needs fewer is complete."""
 
-SEARCH_STEPS = 140_000
+SEARCH_STEPS = 150_000
 """By all beams of one search."""
 
 NEAR = 1_000
 """A gap below one in this many is worth fewer steps,"""
 
-NEAR_STEPS = 40_000
+NEAR_STEPS = 48_000
 
 NEGLIGIBLE = 10_000
 """and one below one in this many none, unless"""
@@ -60,12 +63,21 @@ def lay_out(problem: Problem, lower_bound: Callable[[int], int], *, search_steps
     search = _Search(problem, lower_bound, search_steps)
     searches = [search.try_sorted_orders, search.try_dives]
     if search_steps:
-        searches += [search.sharpen_bounds, search.try_moves, search.try_beams]
+        searches += [search.sharpen_bounds, search.try_module_order, search.try_moves, search.try_beams]
     for improve in searches:
         if search.share == search.bound:
             break
         improve()
     return LaneLayout(search.share, search.bound, search.order, search.spans_ranks)
+
+
+def in_module_order(problem: Problem, layout: LaneLayout) -> LaneLayout:
+    """The same share with the tensors in the order of the module if that fits, so that plans look like the model."""
+    spans_ranks = tuple([layout.share % kind.granularity == 0 for kind in problem.kinds])
+    limit = problem.num_ranks * layout.share
+    if end_of(problem.module_order, problem.kinds, spans_ranks, layout.share, limit) == NOWHERE:
+        return layout
+    return LaneLayout(layout.share, layout.bound, problem.module_order, spans_ranks)
 
 
 class _Search:
@@ -76,32 +88,40 @@ class _Search:
         self.lower_bound = lower_bound
         self.bound = lower_bound(COARSE)
         self.share = problem.round_up(problem.numel)  # everything on rank 0
-        self.order = problem.module_order
+        self.order: Order = tuple([(i, kind.count) for i, kind in enumerate(problem.kinds)])
         self.spans_ranks = (False,) * len(problem.kinds)
         self.classes = share_classes(problem, self.bound, self.share + 1)
         self.steps_left = search_steps
 
-    def offer(self, share_class: ShareClass, order: Order | None, ties: int = 0) -> int:
+    def offer(self, share_class: ShareClass, order: Order | None) -> int:
         """The least share of this class in which the order fits; kept if it is the best so far."""
         if order is None:
             return self.share
-        least = share_class.least_share(self.problem, order, self.share + ties)
-        if least < self.share + ties:
+        least = share_class.least_share(self.problem, order, self.share)
+        if least < self.share:
             self.share, self.order, self.spans_ranks = least, order, share_class.spans_ranks
         return least
 
     def try_sorted_orders(self) -> None:
-        """By granularity and by size; the module's own order wins ties, so that plans look like the model."""
+        """By granularity and by size."""
         for share_class in self.classes:
+            if share_class.bound >= self.share:
+                break
             for order in sorted_orders(self.problem, share_class.spans_ranks):
+                self.offer(share_class, order)
                 if share_class.bound >= self.share:
                     break
-                self.offer(share_class, order)
+
+    def try_module_order(self) -> None:
         for share_class in self.classes:
-            self.offer(share_class, self.problem.module_order, ties=1)
+            if share_class.bound >= self.share:
+                break
+            self.offer(share_class, self.problem.module_order)
 
     def try_dives(self) -> None:
         for share_class in self.classes:
+            if share_class.bound >= self.share:
+                break
             for preference in dict.fromkeys(preferences(self.problem, share_class)):
                 num_dives = NUM_DIVES if self.steps_left else 1
                 self.bisect(share_class, partial(dive, self.problem, share_class, preference), num_dives)
@@ -110,6 +130,8 @@ class _Search:
         """Move one kind in the sorted orders."""
         tries = MOVE_STEPS // sum(kind.count for kind in self.problem.kinds)
         for share_class in self.classes:
+            if share_class.bound >= self.share:
+                break
             orders = dict.fromkeys(sorted_orders(self.problem, share_class.spans_ranks))
             moved = dict.fromkeys(moved for order in orders for moved in moved_orders(order))
             for order in itertools.islice(moved, tries):
@@ -145,22 +167,22 @@ class _Search:
     def try_beams(self) -> None:
         """Search all orders, class by class in turns, between the class's bound and the best share.
 
-        The first turn tries the bounds, which are often met; the later ones halve the distance. Where a search is
-        complete and finds nothing, no smaller share of the class fits either, and the bound rises.
+        Where a search is complete and finds nothing, no smaller share of the class fits either, and the bound rises.
         """
-        low = [share_class.bound for share_class in self.classes]
-        proved, fraction = low.copy(), 0
-        while min(low, default=self.share) < self.share and self.worth_a_beam:
-            for i, share_class in enumerate(self.classes):
-                if low[i] >= self.share or not self.worth_a_beam:
-                    continue
-                step = share_class.divisor
-                target = low[i] + (self.share - low[i]) // step // 2 * step * fraction
-                beam = beam_search(self.problem, share_class, target, max_steps=BEAM_STEPS)
-                self.steps_left -= beam.num_steps
-                if self.offer(share_class, beam.order) > target:
-                    low[i] = target + step
-                    proved[i] = low[i] if beam.complete else proved[i]
-            fraction = 1
+        are_complete = self.problem.num_steps <= BEAM_STEPS // 2
+        targets = [Targets(share_class, are_complete=are_complete) for share_class in self.classes]
+        waiting = deque(targets)
+        while waiting and self.worth_a_beam:
+            tried = waiting.popleft()
+            target = tried.next(self.share)
+            if target is None:
+                continue
+            beam = beam_search(self.problem, tried.share_class, target, max_steps=BEAM_STEPS)
+            self.steps_left -= beam.num_steps
+            if self.offer(tried.share_class, beam.order) <= target:
+                tried.hit()
+            else:
+                tried.missed(target, complete=beam.complete)
+            waiting.append(tried)
         if len(self.classes) < MAX_CLASSES:
-            self.bound = max(self.bound, min([self.share, *proved]))
+            self.bound = max(self.bound, min([self.share, *(tried.proved for tried in targets)]))

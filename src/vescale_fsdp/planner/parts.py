@@ -46,30 +46,35 @@ def _moves(
         for target, taking in enumerate(lanes):
             if source == target:
                 continue
-            others = sum(shares) - shares[source] - shares[target]
+            most = below - sum(shares) + shares[source] + shares[target]
             for kind in heavy:
-                for given, taken in _fillings(bounds, giving, taking, kind, below - others):
-                    total = others + bounds.of_counts(given) + bounds.of_counts(taken)
-                    if total < below:
+                for share, given, taken in _fillings(bounds, giving, taking, kind, most):
+                    if (needed := share + bounds.of_counts(given)) < most:
                         moved = list(lanes)
                         moved[source], moved[target] = given, taken
-                        yield total, tuple(moved)
+                        yield below - most + needed, tuple(moved)
 
 
-def _fillings(bounds: Bounds, giving: Counts, taking: Counts, kind: int, below: int) -> Iterator[tuple[Counts, Counts]]:
-    """Both lanes after as many copies moved as fit into the next shares of the one that takes them."""
+def _fillings(
+    bounds: Bounds, giving: Counts, taking: Counts, kind: int, below: int
+) -> Iterator[tuple[int, Counts, Counts]]:
+    """(share of the lane that takes, both lanes) after as many copies moved as fit into its next shares."""
     num_ranks, numel, number = bounds.problem.num_ranks, bounds.numels[kind], 0
+    held, left = bounds.held(taking), bounds.held(giving)
     for _ in range(NUM_STEPS):
         if number >= giving[kind]:
             return
         share = bounds.of_counts(_with(taking, kind, number + 1))
-        number = max(number + 1, (num_ranks * share - bounds.held(taking)) // numel)
-        number = min(number, giving[kind])
-        given = _with(giving, kind, -number)
-        if share - (-bounds.held(given) // num_ranks) >= below:
+        if share >= below:
             return
-        if any(given):
-            yield given, _with(taking, kind, number)
+        number = min(max(number + 1, (num_ranks * share - held) // numel), giving[kind])
+        if share - (number * numel - left) // num_ranks >= below:
+            return
+        if left > number * numel:
+            taken = _with(taking, kind, number)
+            share = bounds.of_counts(taken)
+            if share - (number * numel - left) // num_ranks < below:
+                yield share, _with(giving, kind, -number), taken
 
 
 def _with(lane: Counts, kind: int, number: int) -> Counts:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
-__all__ = ["Kind", "Order", "Problem", "Tensor"]
+__all__ = ["Kind", "Order", "Problem", "Tensor", "in_runs"]
 
 Tensor = tuple[int, int, int]
 """Elements, how many of them may not be cut, and how many make a row, between which cuts are preferred."""
@@ -32,48 +33,60 @@ class Kind:
         return max(blocks * self.granularity, self.numel - blocks * self.granularity)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """Least share, a multiple of `unit`, such that `num_ranks` equal shares hold all tensors without an illegal cut.
 
-    Alignment is gone: sizes, granularities and unit were divided by it, which loses nothing. `module_order` is the
-    order in which the tensors came.
+    Alignment is gone: sizes, granularities and unit were divided by it, which loses nothing. The tensors are those of
+    a module, or the first `part_of[kind]` of each kind that the module has.
     """
 
     num_ranks: int
     unit: int
     kinds: tuple[Kind, ...]
-    module_order: Order
+    kinds_of_module: tuple[int, ...]
+    """The kind of each of the module's tensors, in the module's numbering of kinds, in the order they came."""
+    part_of: tuple[int, ...]
 
     @classmethod
     def reduce(cls, tensors: Sequence[Tensor], num_ranks: int, unit: int, align: int) -> Problem:
         """Drop empty tensors, divide by `align`, merge equal tensors. The unit becomes a multiple of `align`."""
-        counts = Counter([tensor for tensor in tensors if tensor[0]])  # ordered by first appearance
-        index_of = {tensor: index for index, tensor in enumerate(counts)}
-        kinds = tuple([Kind(*divide(*tensor, align), count) for tensor, count in counts.items()])
-        runs = [(index_of[tensor], 1) for tensor in tensors if tensor[0]]
-        return cls(num_ranks, math.lcm(unit, align) // align, kinds, merged(runs))
+        filled = [tensor for tensor in tensors if tensor[0]]
+        index_of: dict[Tensor, int] = {}  # by what is left of a tensor, where different ones may be equal
+        kind_of = {
+            tensor: index_of.setdefault(divide(*tensor, align), len(index_of)) for tensor in dict.fromkeys(filled)
+        }
+        kinds_of_module = tuple(map(kind_of.__getitem__, filled))
+        counts = Counter(kinds_of_module)
+        kinds = tuple([Kind(*reduced, counts[index]) for reduced, index in index_of.items()])
+        part_of = tuple([kind.count for kind in kinds])
+        return cls(num_ranks, math.lcm(unit, align) // align, kinds, kinds_of_module, part_of)
 
-    def part(self, counts: Sequence[int]) -> Problem:
-        """The problem of so many tensors of each kind, the first of the module; kinds without any are left out."""
-        kept = [kind for kind, count in enumerate(counts) if count]
-        new_index, left = {kind: index for index, kind in enumerate(kept)}, list(counts)
-        runs = []
-        for kind, number in self.module_order:
-            if taken := min(number, left[kind]):
-                runs.append((new_index[kind], taken))
-                left[kind] -= taken
-        kinds = tuple([replace(self.kinds[kind], count=counts[kind]) for kind in kept])
-        return replace(self, kinds=kinds, module_order=merged(runs))
+    def part(self, counts: tuple[int, ...]) -> Problem:
+        """The problem of so many tensors of each of the module's kinds; kinds without any are left out."""
+        chosen = zip(self.kinds, counts, strict=True)
+        kinds = tuple([Kind(kind.numel, kind.granularity, kind.row, count) for kind, count in chosen if count])
+        return Problem(self.num_ranks, self.unit, kinds, self.kinds_of_module, counts)
 
-    @property
+    @cached_property
+    def module_order(self) -> Order:
+        """The order in which the tensors came, the first of each kind."""
+        index_of = {kind: index for index, kind in enumerate([i for i, count in enumerate(self.part_of) if count])}
+        left, kinds = list(self.part_of), []
+        for kind in self.kinds_of_module:
+            if left[kind]:
+                left[kind] -= 1
+                kinds.append(index_of[kind])
+        return in_runs(kinds)
+
+    @cached_property
     def numel(self) -> int:
-        return sum(kind.numel * kind.count for kind in self.kinds)
+        return sum([kind.numel * kind.count for kind in self.kinds])
 
     @property
     def num_steps(self) -> int:
         """Placements that a complete search over all orders tries at most, at one share."""
-        return len(self.kinds) * math.prod(kind.count + 1 for kind in self.kinds)
+        return len(self.kinds) * math.prod([kind.count + 1 for kind in self.kinds])
 
     def round_up(self, share: int, divisor: int = 1) -> int:
         """Least multiple of the unit (and of `divisor`) that is at least `share`."""
@@ -81,20 +94,20 @@ class Problem:
         return -(-share // step) * step
 
 
-def merged(runs: Iterable[tuple[int, int]]) -> Order:
-    """Neighbouring runs of one kind as one run."""
-    found: list[tuple[int, int]] = []
-    last = -1
-    for kind, count in runs:
+def in_runs(kinds: Iterable[int]) -> Order:
+    """Neighbours of one kind as one run."""
+    runs: list[tuple[int, int]] = []
+    last, count = -1, 0
+    for kind in kinds:
         if kind == last:
-            found[-1] = (kind, found[-1][1] + count)
+            count += 1
         else:
-            found.append((kind, count))
-            last = kind
-    return tuple(found)
+            runs.append((last, count))
+            last, count = kind, 1
+    return (*runs[1:], (last, count)) if runs else ()
 
 
-def divide(numel: int, granularity: int, row: int, align: int) -> tuple[int, int, int]:
+def divide(numel: int, granularity: int, row: int, align: int) -> Tensor:
     """Size, granularity and row in units of `align` elements; a granularity that covers the tensor is the tensor."""
     size = -(-numel // align)
     run = size if granularity >= numel else math.lcm(granularity, align) // align

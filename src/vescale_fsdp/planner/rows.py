@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .beam import beam_search
 from .classes import ShareClass
-from .greedy import NOWHERE, end_of, start_of_cut, starts_of
+from .greedy import NOWHERE, end_of, runs_of, start_of_cut
 from .one_lane import LaneLayout
 from .orders import sorted_orders
 from .problem import Kind, Problem
@@ -17,13 +17,13 @@ __all__ = ["Placed", "place"]
 MAX_STEPS = 20_000
 """Placements that a search over all orders may take; larger groups try a few orders only."""
 
-Placed = list[tuple[int, int]]
-"""(kind, start) of every tensor, in the order of the buffer."""
+Placed = list[tuple[int, int, int]]
+"""(kind, start, count) of tensors that follow each other without a gap, in the order of the buffer."""
 
 
 def place(problem: Problem, layout: LaneLayout) -> Placed:
     """Starts that fit the layout's share, with as few tensors cut inside a row as a few orders find."""
-    found = list(starts_of(layout.order, problem.kinds, layout.spans_ranks, layout.share))
+    found = list(runs_of(layout.order, problem.kinds, layout.spans_ranks, layout.share))
     if all(kind.row == kind.granularity for kind in problem.kinds):
         return found
     by_rows = place_by_rows(problem, layout)
@@ -49,11 +49,11 @@ def place_by_rows(problem: Problem, layout: LaneLayout) -> Placed | None:
     limit = problem.num_ranks * layout.share
     for order in (problem.module_order, layout.order, *sorted_orders(by_rows, spans_ranks)):
         if end_of(order, kinds, spans_ranks, layout.share, limit) != NOWHERE:
-            return list(starts_of(order, kinds, spans_ranks, layout.share))
+            return list(runs_of(order, kinds, spans_ranks, layout.share))
     if by_rows.num_steps > MAX_STEPS:
         return None
     beam = beam_search(by_rows, ShareClass(layout.share, layout.share, spans_ranks), layout.share, max_steps=MAX_STEPS)
-    return None if beam.order is None else list(starts_of(beam.order, kinds, spans_ranks, layout.share))
+    return None if beam.order is None else list(runs_of(beam.order, kinds, spans_ranks, layout.share))
 
 
 def preferences(problem: Problem) -> Iterator[tuple[int, ...]]:
@@ -78,7 +78,7 @@ def soft_dive(problem: Problem, layout: LaneLayout, preference: Sequence[int]) -
         spare -= start - position
         rest = share - start % share
         count = max(1, min(left[kind], rest // kinds[kind].numel))
-        placed.extend((kind, start + i * kinds[kind].numel) for i in range(count))
+        placed.append((kind, start, count))
         position = start + count * kinds[kind].numel
         left[kind] -= count
         if not left[kind]:
@@ -113,7 +113,8 @@ def _next(
 
 def cuts_inside_rows(kinds: Sequence[Kind], placed: Placed, share: int) -> int:
     """How many tensors are cut inside a row."""
-    return sum(_is_cut_inside_a_row(kinds[kind], start, share) for kind, start in placed)
+    starts = ((kinds[kind], start + i * kinds[kind].numel) for kind, start, count in placed for i in range(count))
+    return sum(_is_cut_inside_a_row(kind, start, share) for kind, start in starts)
 
 
 def _is_cut_inside_a_row(kind: Kind, start: int, share: int) -> bool:
