@@ -134,6 +134,23 @@ def test_fsdp2_fits_gpt_oss_120b_on_128_ranks_of_80_gb_and_not_on_256() -> None:
     assert all(memory(OURS, ranks).fits(h800) for ranks in (64, 128, 256, 512))
 
 
+def test_the_page_says_what_both_engines_hold() -> None:
+    page = (ROOT / "docs" / "simulate.md").read_text()
+    for name, engine in (("FSDP2, peak of a rank without activations", FSDP2), ("this engine", OURS)):
+        few, many = (f"{memory(engine, ranks).peak / GIB:.1f} GiB" for ranks in (128, 256))
+        assert f"| {name} | {few} | {many} |" in page
+
+
+def test_twice_the_ranks_leave_fsdp2_the_same_shares_of_experts_and_twice_the_gathered_bytes() -> None:
+    workload = Workload(read_shapes(str(GPT_OSS)), 1)
+    few, many = (FSDP2.costs(workload, ranks)[-1] for ranks in (128, 256))
+    experts = 2 * 2880 * 2880 + 2880 * 2880 + 2 * 2880 + 2880  # of one expert: two matrices, two biases
+    assert few.share >= experts
+    assert many.share >= experts
+    assert 128 * experts / few.whole > 0.98
+    assert many.whole / few.whole == pytest.approx(2, abs=0.02)
+
+
 def test_padding_is_what_stops_it() -> None:
     assert memory(FSDP2, 256).peak / memory(FSDP2, 128).peak == pytest.approx(1.51, abs=0.01)
     assert memory(OURS, 256).peak / memory(FSDP2, 256).peak == pytest.approx(0.568, abs=0.005)
