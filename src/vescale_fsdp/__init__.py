@@ -4,8 +4,8 @@ Reading order; a file imports only what stands before it:
 
     errors _torch fsdp2_seams nested policy spec layout formats hookspecs constraints plugins plan planner testing
     shapes wishes model_plan advisor picture simulate mesh in_place home preflight managed guards group grouping
-    replicas schedule state footprint module forward_method comm_context broadcast ema fully_shard grad_clip optim
-    checkpoint report demo cli
+    replicas schedule state fused_gradients footprint module forward_method comm_context broadcast ema fully_shard
+    grad_clip optim checkpoint report demo cli
 
 Importing changes nothing in torch.
 """
@@ -31,6 +31,7 @@ from .errors import VescaleError
 from .formats.block_format import BlockFormat
 from .forward_method import register_fsdp_forward_method
 from .fully_shard import fully_shard
+from .fused_gradients import FusedGradients, fuse_gradient_accumulation
 from .grad_clip import clip_grad_norm_
 from .hookspecs import hookimpl
 from .in_place import InPlaceReduceScatter
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointError",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FusedGradients",
     "InPlaceReduceScatter",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -57,6 +59,7 @@ __all__ = [
     "export_safetensors",
     "from_fsdp2",
     "fully_shard",
+    "fuse_gradient_accumulation",
     "hookimpl",
     "import_safetensors",
     "iterate_tensors",

@@ -56,6 +56,7 @@ __all__ = [
     "forget_state",
     "in_backward",
     "in_fake_mode",
+    "in_functorch",
     "is_replicated_by_torch",
     "is_strided_shard",
     "is_torchs_comm",
@@ -80,6 +81,7 @@ __all__ = [
     "untraced",
     "user_attributes",
     "version_of",
+    "will_accumulate",
     "with_dtype",
     "wrapper",
     "written",
@@ -339,6 +341,22 @@ def symmetric_memory_comms(
     gather: Any = collectives.SymmMemAllGather(group, backend)
     reduce: Any = collectives.SymmMemReduceScatter(group, backend)
     return gather, reduce
+
+
+def will_accumulate(param: torch.Tensor) -> bool:
+    """Whether the running backward will end in `param.grad`: False under `autograd.grad`, or if other leaves are asked.
+
+    The engine knows (2.1; torch's own hooks on several gradients ask it); under `autograd.grad` it refuses to say.
+    """
+    try:
+        return bool(cast(Any, torch)._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))
+    except RuntimeError:
+        return False
+
+
+def in_functorch() -> bool:
+    """Whether a transform of torch.func is active, such as vmap (2.1)."""
+    return bool(cast(Any, torch)._C._functorch.peek_interpreter_stack())
 
 
 def in_fake_mode() -> bool:

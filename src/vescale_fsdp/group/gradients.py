@@ -54,6 +54,12 @@ class Gradients:
             params[i].grad = None
         return numel * self.whole.dtype.itemsize
 
+    def slot(self, index: int) -> tuple[torch.Tensor, bool]:
+        """Where the caller writes gradient `index` itself, or adds it to the one that is there already, if any."""
+        self.whole.alloc()
+        was_filled, self.filled[index] = self.filled[index], True
+        return self._slots[index], was_filled
+
     def hold(self, params: Sequence[torch.Tensor]) -> int:
         """Keep gradients for a later backward pass to add to, summed in the wider of their dtype and the reduction's.
 

@@ -320,6 +320,21 @@ class ParamGroup:
         alone = self.views_shard and dtype == self.compute_dtype
         self.reduction.start(dtype, self.device, alone=alone)
 
+    def writes_gradients(self, index: int) -> bool:
+        """Whether `gradient_slot` may be asked for a place: nothing casts, cuts or keeps back that gradient."""
+        is_plain = self.shards.homes[index].given is None and type(self.shards.locals[index]) is torch.Tensor
+        reduced = self.mp_policy.reduce_dtype or self.compute_dtype
+        return is_plain and self.mesh.num_ranks > 1 and reduced == self.compute_dtype and self.quantized is None
+
+    def lends(self, index: int, param: torch.Tensor) -> bool:
+        """Whether `param` is what modules hold as parameter `index` while it is gathered."""
+        return self.is_unsharded and self._unsharded[index] is param
+
+    def gradient_slot(self, index: int) -> tuple[torch.Tensor, bool] | None:
+        """Where backward may write gradient `index` itself, and whether it has to add to what is there."""
+        self._start_reduction()
+        return self.reduction.slot(index, self.streams)
+
     def _note(self, doing: str) -> str:
         """What a collective's own error lacks."""
         return (
@@ -332,7 +347,12 @@ class ParamGroup:
         """Parameters with a gradient from a backward that the group did not see."""
         if not self.reduction.is_on:
             return []
-        return [fqn for fqn, param in zip(self.fqns, self._unsharded, strict=False) if param.grad is not None]
+        written = self.reduction.unreduced
+        return [
+            fqn
+            for i, (fqn, param) in enumerate(zip(self.fqns, self._unsharded, strict=False))
+            if param.grad is not None or i in written
+        ]
 
     def finish_backward(self) -> None:
         """The iteration is over."""

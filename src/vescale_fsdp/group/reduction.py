@@ -58,6 +58,20 @@ class Reduction:
         held = self._gradients is not None and self._gradients.any
         return held or any(param.grad is not None for param in params) or self._shards_unused
 
+    def slot(self, index: int, streams: Streams) -> tuple[torch.Tensor, bool] | None:
+        """The part of the input that gradient `index` has, and whether one is there; None if nothing moves."""
+        if self._gradients is None:
+            return None
+        self._settle(streams)
+        return self._gradients.slot(index)
+
+    @property
+    def unreduced(self) -> list[int]:
+        """Gradients that lie in the input."""
+        if self._gradients is None or not self._gradients.any:
+            return []
+        return [i for i, is_filled in enumerate(self._gradients.filled) if is_filled]
+
     @property
     def _shards_unused(self) -> bool:
         return self.includes_unused and self._shards.is_trainable
