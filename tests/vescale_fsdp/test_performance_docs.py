@@ -22,9 +22,11 @@ PERFORMANCE, SIMULATE = ((ROOT / "docs" / name).read_text() for name in ("perfor
 
 
 @ranks(2)
-def test_the_flat_example_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PERFORMANCE, re.DOTALL)
-    exec(example, {})
+def test_the_examples_run() -> None:
+    examples = re.findall(r"```python\n(.*?)```", PERFORMANCE, re.DOTALL)
+    assert len(examples) == 3
+    for example in examples:
+        exec(example, {})
 
 
 def test_the_simulate_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
