@@ -192,7 +192,8 @@ def test_a_step_without_reduction_of_fused_gradients_raises() -> None:
         def forward(self, x: Tensor) -> Any:  # type: ignore[override]
             self.out = super().forward(x)
 
-    model: Any = wrapped(Hidden)
+    model: Any = Hidden()
+    fully_shard(model)  # as one unit, so that no wrapped module's output is seen
     fuse_gradient_accumulation(model)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch(0, 2, dist.get_rank()))
