@@ -33,28 +33,26 @@ def own_mesh(meshes: Meshes, experts: nn.Module) -> Any:
     return lambda param: ShardPlacementResult(Shard(0), info) if param in params else None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("rep", [None, 2])
 @ranks(4)
-def test_expert_gradients_are_divided_by_all_data_ranks_unless_the_user_says_otherwise(
-    rep: int | None, dtype: torch.dtype
-) -> None:
+def test_expert_gradients_are_divided_by_all_data_ranks_unless_the_user_says_otherwise(rep: int | None) -> None:
     """Every rank's loss has gradient 1 for each element of the weight, and sums reach the experts' owners."""
     meshes = Meshes.of(rep, 2 if rep is None else 1, 2, 1)
-    grads = []
-    for factor in (None, 1.0, 8.0):
-        model = nn.Linear(1, 1)
-        model.experts = nn.Module()
-        weight = distribute_tensor(torch.ones(4, 3, 2, dtype=dtype), meshes.ep, [Shard(0)])
-        model.experts.weight = nn.Parameter(weight)
-        fully_shard(model, mesh=meshes.data, shard_placement_fn=own_mesh(meshes, model.experts))
-        if factor is not None:
-            model.set_gradient_divide_factor(factor)
-        # Of four data ranks, two hold each half of the experts: each of these sums the tokens of two.
-        model(torch.ones(1, 1))  # gathers; the root stays so
-        (2 * model.experts.weight.to_local().sum() + 0 * model(torch.ones(1, 1)).sum()).backward()
-        grads.append(full(model.experts.weight.grad).unique().item())
-    assert grads == [2 * 2 / 4, 2 * 2, 2 * 2 / 8]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        grads = []
+        for factor in (None, 1.0, 8.0):
+            model = nn.Linear(1, 1)
+            model.experts = nn.Module()
+            weight = distribute_tensor(torch.ones(4, 3, 2, dtype=dtype), meshes.ep, [Shard(0)])
+            model.experts.weight = nn.Parameter(weight)
+            fully_shard(model, mesh=meshes.data, shard_placement_fn=own_mesh(meshes, model.experts))
+            if factor is not None:
+                model.set_gradient_divide_factor(factor)
+            # Of four data ranks, two hold each half of the experts: each of these sums the tokens of two.
+            model(torch.ones(1, 1))  # gathers; the root stays so
+            (2 * model.experts.weight.to_local().sum() + 0 * model(torch.ones(1, 1)).sum()).backward()
+            grads.append(full(model.experts.weight.grad).unique().item())
+        assert grads == [2 * 2 / 4, 2 * 2, 2 * 2 / 8], dtype
 
 
 def fused(*shape: int) -> nn.Module:

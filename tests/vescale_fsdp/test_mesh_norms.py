@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -34,32 +35,27 @@ def with_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> nn.Parameter:
     return param
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @ranks(4)
-def test_gradients_on_two_meshes_and_plain_ones_count_once(norm_type: float) -> None:
+def test_gradients_on_two_meshes_and_plain_ones_count_once() -> None:
     world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ones = torch.ones(4, 4)
-    params = [
-        with_grad(each, each.clone() * factor)
-        for factor, each in enumerate(
-            [
-                distribute_tensor(ones, world, [Shard(0)]),
-                distribute_tensor(ones, root["tp"], [Shard(1)]),
-                distribute_tensor(ones, root, [Replicate(), Shard(0)]),
-                distribute_tensor(ones, root, [Shard(0), Shard(1)]),
-                ones,
-            ],
-            start=1,
-        )
+    tensors = [
+        distribute_tensor(ones, world, [Shard(0)]),
+        distribute_tensor(ones, root["tp"], [Shard(1)]),
+        distribute_tensor(ones, root, [Replicate(), Shard(0)]),
+        distribute_tensor(ones, root, [Shard(0), Shard(1)]),
+        ones,
     ]
-    expected = torch.cat([factor * ones.view(-1) for factor in range(1, 6)]).norm(norm_type)
-    total = clip_grad_norm_(params, 1.0, norm_type)
-    assert type(total) is torch.Tensor
-    assert everywhere(total) == pytest.approx([expected.item()] * 4, rel=1e-6)
-    for factor, param in enumerate(params, start=1):
-        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-        torch.testing.assert_close(grad, factor * ones / (expected + 1e-6))
+    for norm_type in (1.0, 2.0, 3.0, math.inf):
+        params = [with_grad(each, each.clone() * factor) for factor, each in enumerate(tensors, start=1)]
+        expected = torch.cat([factor * ones.view(-1) for factor in range(1, 6)]).norm(norm_type)
+        total = clip_grad_norm_(params, 1.0, norm_type)
+        assert type(total) is torch.Tensor
+        assert everywhere(total) == pytest.approx([expected.item()] * 4, rel=1e-6), norm_type
+        for factor, param in enumerate(params, start=1):
+            grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            torch.testing.assert_close(grad, factor * ones / (expected + 1e-6))
 
 
 @ranks(4)
@@ -91,30 +87,28 @@ def test_a_gradient_that_only_some_ranks_have_counts_and_nobody_waits() -> None:
     assert total.item() == pytest.approx(math.sqrt(8 + 8))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @ranks(4)
-def test_a_nonfinite_part_on_one_rank_raises_on_all_and_changes_nothing(bad: float, norm_type: float) -> None:
+def test_a_nonfinite_part_on_one_rank_raises_on_all_and_changes_nothing() -> None:
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    grads = [
-        distribute_tensor(torch.ones(4, 4), root, [Shard(0), Shard(1)]),
-        distribute_tensor(torch.ones(4, 4), root["dp"], [Shard(0)]),
-    ]
-    if dist.get_rank() == 2:
-        grads[0].to_local()[0, 0] = bad
-    params = [with_grad(grad.detach().clone(), grad) for grad in grads]
-    before = [grad.to_local().clone() for grad in grads]
-    values = everywhere(get_total_norm(grads, norm_type))
-    assert all(math.isnan(value) if math.isnan(bad) else value == math.inf for value in values)
-    with pytest.raises(RuntimeError, match=r"cannot be clipped to\. No gradient was changed"):
-        clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
-    for grad, old in zip(grads, before, strict=True):
-        torch.testing.assert_close(grad.to_local(), old, equal_nan=True)
+    for bad, norm_type in itertools.product((math.nan, math.inf), (2.0, math.inf)):
+        grads = [
+            distribute_tensor(torch.ones(4, 4), root, [Shard(0), Shard(1)]),
+            distribute_tensor(torch.ones(4, 4), root["dp"], [Shard(0)]),
+        ]
+        if dist.get_rank() == 2:
+            grads[0].to_local()[0, 0] = bad
+        params = [with_grad(grad.detach().clone(), grad) for grad in grads]
+        before = [grad.to_local().clone() for grad in grads]
+        values = everywhere(get_total_norm(grads, norm_type))
+        assert all(math.isnan(value) if math.isnan(bad) else value == math.inf for value in values)
+        with pytest.raises(RuntimeError, match=r"cannot be clipped to\. No gradient was changed"):
+            clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
+        for grad, old in zip(grads, before, strict=True):
+            torch.testing.assert_close(grad.to_local(), old, equal_nan=True)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @ranks(8)
-def test_clipping_under_every_parallelism_at_once_equals_one_process(norm_type: float) -> None:
+def test_clipping_under_every_parallelism_at_once_equals_one_process() -> None:
     meshes = Meshes.of(None, 2, 2, 2)
     reference = MixtureModel().double()
     model = copy.deepcopy(reference)
@@ -122,18 +116,19 @@ def test_clipping_under_every_parallelism_at_once_equals_one_process(norm_type: 
     experts = set(model.experts.parameters())
     own = ShardPlacementResult(Shard(0), FSDPMeshInfo(meshes.expert_data, 0))
     fully_shard(model, mesh=meshes.data, shard_placement_fn=lambda param: own if param in experts else None)
-    for each, rank in ((reference, None), (model, meshes.data_rank)):
-        (each(batch(0, 4, rank).double()) - 1).square().mean().backward()
-    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
-    total = clip_grad_norm_(model.parameters(), 0.01, norm_type)
-    assert everywhere(total) == pytest.approx([expected.item()] * 8, rel=1e-6)
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-6, atol=1e-9)
+    for norm_type in (1.0, 2.0, math.inf):
+        for each, rank in ((reference, None), (model, meshes.data_rank)):
+            each.zero_grad()
+            (each(batch(0, 4, rank).double()) - 1).square().mean().backward()
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
+        total = clip_grad_norm_(model.parameters(), 0.01, norm_type)
+        assert everywhere(total) == pytest.approx([expected.item()] * 8, rel=1e-6)
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @ranks(4)
-def test_torchs_own_clipping_equals_one_process_where_all_parameters_are_on_one_mesh(norm_type: float) -> None:
+def test_torchs_own_clipping_equals_one_process_where_all_parameters_are_on_one_mesh() -> None:
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     reference = Tower().blocks[0]
     model = copy.deepcopy(reference)
@@ -152,7 +147,8 @@ def test_torchs_own_clipping_equals_one_process_where_all_parameters_are_on_one_
             x = distribute_tensor(x, root["tp"], [Replicate()])
         out = each(x)
         out.square().mean().backward()
-    for clip in (torch.nn.utils.clip_grad_norm_, clip_grad_norm_):
+    clips = (torch.nn.utils.clip_grad_norm_, clip_grad_norm_)
+    for norm_type, clip in itertools.product((1.0, 2.0, math.inf), clips):
         pair = [copy.copy(param.grad) for param in model.parameters()]
         expected = torch.nn.utils.get_total_norm([param.grad for param in reference.parameters()], norm_type)
         total = torch.nn.utils.get_total_norm(pair, norm_type)
