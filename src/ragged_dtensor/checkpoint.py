@@ -120,10 +120,43 @@ def place_full(dtensor: DTensor, full: torch.Tensor) -> DTensor:
         raise RaggedShardError(f"Expected a full tensor of shape {tuple(dtensor.shape)}, got {tuple(full.shape)}.")
     part = local_part(full.detach(), dtensor.device_mesh, tuple(dtensor.placements))
     if dtensor.is_meta:
-        # A clone: what stays must not keep the full tensor alive.
-        return _torch.new_dtensor(part.clone(), dtensor._spec, requires_grad=False)
+        # In memory of its own: what stays must not keep the full tensor alive.
+        return _torch.new_dtensor(_in_memory(part, _torch.local_of(dtensor)), dtensor._spec, requires_grad=False)
     _torch.local_of(dtensor).detach().copy_(part)
     return dtensor
+
+
+def place_together(flat: torch.Tensor) -> None:
+    """Full tensors that are placed where views of `flat`, on the meta device, were share one memory, laid out as it.
+
+    Who takes that memory over (`take_memory`) never holds its shards twice.
+    """
+    vars(flat.untyped_storage())[_MEMORY] = None
+
+
+def take_memory(local: torch.Tensor) -> torch.Tensor | None:
+    """The whole memory, flat, in which `local` was placed with others; None if there is none, or somebody has it."""
+    storage = local.untyped_storage()
+    if vars(storage).pop(_TAKE, None) is None:
+        return None
+    return local.new_empty(0).set_(storage)
+
+
+_MEMORY, _TAKE = "ragged_memory", "ragged_take"
+"""Kept with a storage, which all views of it share: the memory that replaces it, and that it may be taken."""
+
+
+def _in_memory(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A copy of `part`, which is to take the place of `local`."""
+    facts = vars(local.untyped_storage()) if type(local) is torch.Tensor else {}
+    if _MEMORY not in facts or part.dtype != local.dtype or not part.numel():
+        return part.clone()
+    memory: torch.Tensor | None = facts[_MEMORY]
+    if memory is None or memory.device != part.device:
+        memory = part.new_empty(local.untyped_storage().nbytes() // local.itemsize)
+        facts[_MEMORY] = memory
+        vars(memory.untyped_storage())[_TAKE] = True
+    return memory.as_strided(local.shape, local.stride(), local.storage_offset()).copy_(part.view(local.shape))
 
 
 def shard_like(param: DTensor, full: torch.Tensor, name: str) -> DTensor:

@@ -150,18 +150,48 @@ def test_what_rank_0_sends_takes_a_few_tensors_beside_the_shards(call: str) -> N
 
 
 @ranks(2)
-def test_a_model_on_the_meta_device_never_holds_its_shards_twice() -> None:
+@pytest.mark.parametrize("call", ["torch's", "ours"])
+def test_a_model_on_the_meta_device_never_holds_its_shards_twice(call: str) -> None:
     width, depth = 128, 12
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
+    params = list(model.parameters())
     state = {fqn: torch.full((width, width), 2.0) for fqn in model.state_dict()} if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     tensor, meter = 4 * width * width, StepMeter(2)
     with meter:
         torch.zeros(1)
         before = meter.peak_bytes
-        load_full_state(model, state)
+        if call == "ours":
+            load_full_state(model, state)
+        else:
+            set_model_state_dict(model, state, options=options)
     assert meter.peak_bytes - before < depth * tensor / 2 + 4 * tensor, meter.peak_bytes - before
+    assert all(new is old for new, old in zip(model.parameters(), params, strict=True))
     assert all(bool((param.full_tensor() == 2).all()) for param in model.parameters())
+    assert torch.isfinite(model(torch.ones(1, width))).all()
+
+
+@ranks(3)
+def test_a_group_of_several_parameters_on_the_meta_device_takes_the_memory_they_were_placed_in() -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with torch.device("meta"):
+        model = fully_shard(Tied())
+    for seed in (2, 3):  # the second time, it is on the meta device no more
+        expected = full_state(seed)
+        set_model_state_dict(model, dict(expected) if dist.get_rank() == 0 else {}, options=options)
+        assert_holds(model, expected)
+    (group,) = model._get_fsdp_state().groups
+    buffer = group.shards.buffer.flat.untyped_storage().data_ptr()
+    locals_ = [param.to_local() for param in model.parameters()]
+    assert all(local.untyped_storage().data_ptr() == buffer for local in locals_ if local.numel())
+    assert torch.isfinite(model(torch.arange(8))).all()
+    with torch.device("meta"):
+        twin = fully_shard(Tied())
+    twin.load_state_dict(model.state_dict(), assign=True)
+    with torch.no_grad():
+        model.mix.weight.zero_()
+    assert torch.equal(twin.mix.weight.full_tensor(), full_state(3)["mix.weight"])  # values, not the other's memory

@@ -24,7 +24,7 @@ def load_full_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
     torch's set_model_state_dict(broadcast_from_rank0=True) does the sending; what it lacks is that names which are
     missing or too many, and other shapes, are every rank's error, before anything changes. Of tied names one is enough.
-    What is on the meta device gets its memory first, group by group: torch's function would hold the shards twice.
+    What is on the meta device gets its memory group by group.
     """
     aliases = aliases_of(model)
     wanted = model.state_dict()

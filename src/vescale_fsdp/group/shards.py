@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from ragged_dtensor.checkpoint import place_together, take_memory
+
 from .. import _torch
 from ..errors import VescaleError
 from ..home import Home
@@ -38,6 +40,8 @@ class Shards:
         self.offload_pin = offload_pin
         self.device = torch.device("cpu") if self.is_offloaded and not first.is_meta else first.device
         self.buffer = self._make_buffer(first.dtype, self.device)
+        if self.is_meta:
+            place_together(self.buffer.flat)
         self._sections = self.buffer.sections()
         self._pin()
         shards = [home.ragged(layout, i) for i, home in enumerate(self.homes)]
@@ -160,13 +164,30 @@ class Shards:
         news = [self._local_value(i, cast(torch.Tensor, new)) for i, new in enumerate(found)]
         if partly_loaded and len({(new.dtype, new.device) for new in news}) > 1:
             return False
-        self._reallocate(news)
+        is_taken = self._take_memory(news)
+        if not is_taken:
+            self._reallocate(news)
         for i, new in enumerate(news):
             local = self.local(self.buffer, i)
-            if not new.is_meta:
+            if not new.is_meta and not is_taken:
                 local.copy_(new)
             self._point(i, local)
         self._zero_padding()
+        return True
+
+    def _take_memory(self, news: Sequence[torch.Tensor]) -> bool:
+        """Whether all values lie in one memory as in the buffer, and it is the buffer now: nothing is held twice."""
+        placed = [(new, piece) for new, piece in zip(news, self.buffer.pieces, strict=True) if len(piece)]
+        storages = {new.untyped_storage().data_ptr() for new, _ in placed if type(new) is torch.Tensor}
+        as_planned = all(new.storage_offset() == piece.begin and new.dtype == self.dtype for new, piece in placed)
+        if not self.is_meta or len(storages) != 1 or not as_planned or placed[0][0].is_meta:
+            return False
+        flat = take_memory(placed[0][0])
+        if flat is None:
+            return False
+        self.buffer.replace(flat)
+        self.device = flat.device
+        self._pin()
         return True
 
     def _found(self) -> list[nn.Parameter]:
