@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 
-from vescale_fsdp import FSDPModule, InPlaceReduceScatter, fully_shard
+from vescale_fsdp import FSDPModule, InPlaceReduceScatter, fully_shard, fuse_gradient_accumulation
 from vescale_fsdp.optim import flat
 
 
@@ -183,8 +183,11 @@ def wrap_fsdp1(model: GPT, mesh: DeviceMesh, policy: Policy) -> Wrapped:
 
 
 def wrap_ours_opted_in(model: GPT, mesh: DeviceMesh, policy: Policy) -> Wrapped:
-    """With all that is off by default: the flat step, the in-place collective of gloo, one gather ahead in forward."""
+    """With all that is off by default: the flat step, fused weight gradients where nothing casts them, the in-place
+    collective of gloo, one gather ahead in forward."""
     model, optimizer = wrap_ours_flat(model, mesh, policy)
+    if policy.precision != "bf16":
+        fuse_gradient_accumulation(model)
     for module in model.modules():
         if isinstance(module, FSDPModule) and mesh.size() > 1:
             module.set_custom_reduce_scatter(InPlaceReduceScatter())

@@ -6,7 +6,8 @@
 
 Wall times mean something only as ratios within a run; quartiles on both sides of 1 are a tie. The last column is what
 docs/simulate.md's model predicts from rates measured in the same run, over what was measured. "ours, flat" steps with
-`optim.flat`, "ours, all" also reduces in place and gathers one block ahead in forward: all of it is off by default.
+`optim.flat`; "ours, all" also fuses weight gradients, reduces in place and gathers one block ahead in forward: all that
+is off by default.
 
 `--python` measures the Python cost of many small tensors instead, in one process, on a group whose collectives do
 nothing; `--wrap` what wrapping GPT-OSS-120B costs over 8 and over 256 ranks.
