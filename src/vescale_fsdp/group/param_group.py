@@ -21,6 +21,7 @@ from ..plan import GroupPlan
 from ..policy import MixedPrecisionPolicy
 from .buffer import DBuffer
 from .full_values import shard_full_values
+from .gradients import num_portions
 from .kept import KeptShards
 from .quantized import QuantizedGather
 from .reduction import Reduction
@@ -108,6 +109,16 @@ class ParamGroup:
         stored = self.shards.dtype
         wanted = self.mp_policy.param_dtype
         return wanted if wanted is not None and stored.is_floating_point else stored
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of the sum over ranks."""
+        return self.mp_policy.reduce_dtype or self.compute_dtype
+
+    @property
+    def num_portions(self) -> int:
+        """In how many portions the gradients are reduced."""
+        return num_portions(self.plan.layout, self.reduce_dtype, self.compute_dtype)
 
     @property
     def views_shard(self) -> bool:
@@ -316,9 +327,9 @@ class ParamGroup:
                 raise
 
     def _start_reduction(self) -> None:
-        dtype = self.mp_policy.reduce_dtype or self.compute_dtype
+        dtype = self.reduce_dtype
         alone = self.views_shard and dtype == self.compute_dtype
-        self.reduction.start(dtype, self.device, alone=alone)
+        self.reduction.start(dtype, self.device, num_portions=self.num_portions, alone=alone)
 
     def writes_gradients(self, index: int) -> bool:
         """Whether `gradient_slot` may be asked for a place: nothing casts, cuts or keeps back that gradient."""

@@ -45,13 +45,15 @@ class Reduction:
         self.hook: Callable[[torch.Tensor], None] | None = None
         self.hook_stream: Any = None
 
-    def start(self, dtype: torch.dtype, device: torch.device, *, alone: bool) -> None:
+    def start(self, dtype: torch.dtype, device: torch.device, *, num_portions: int, alone: bool) -> None:
         """Get ready to reduce in `dtype`; `alone`: the unsharded parameters are the shard itself, and nothing moves."""
         if self._is_started:
             return
         self._is_started = True
         if not alone or self._mesh.num_replicas > 1 or self.hook is not None:
-            self._gradients = Gradients(self._shards.layout, self._shards.homes, dtype=dtype, device=device)
+            self._gradients = Gradients(
+                self._shards.layout, self._shards.homes, dtype=dtype, device=device, num_portions=num_portions
+            )
 
     def is_due(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether a reduction of the gradients of `params`, the unsharded parameters, has to happen now."""
@@ -95,16 +97,11 @@ class Reduction:
             self._deliver_own(params)
             return
         self._settle(streams)
-        traffic.copied_bytes += gradients.collect(params)
-        filled = gradients.seal()
         factor = self.divide_factor if self.divide_factor is not None else self._mesh.num_contributions
-        division = Division.choose(self._mesh, gradients.whole.dtype, factor=factor, sum_only=self.sum_only)
-        with streams.reducing():
-            reduced = self._shards.new_buffer(gradients.whole.dtype, gradients.whole.flat.device)
-            reduce_scatter(
-                gradients.whole, reduced, self._mesh, division, comm=self.comm, group=self.group, traffic=traffic
-            )
-            gradients.forget()
+        division = Division.choose(self._mesh, gradients.dtype, factor=factor, sum_only=self.sum_only)
+        streams.start_reduction()
+        reduced, filled = self._reduce(gradients, params, division, streams, traffic)
+        with streams.after_reduction():
             if self._sum_over_replicas(reduced, division, traffic):
                 if self.hook is not None:
                     with streams.on(self.hook_stream):
@@ -113,7 +110,38 @@ class Reduction:
                     reduced.flat.div_(division.after)
                 self._deliver(self._stored(reduced), filled)
         self._is_running = True
-        streams.reduced(gradients.whole.free)
+
+    def _reduce(
+        self,
+        gradients: Gradients,
+        params: Sequence[torch.Tensor],
+        division: Division,
+        streams: Streams,
+        traffic: Traffic,
+    ) -> tuple[DBuffer, list[bool]]:
+        """Sum over ranks, portion by portion; returns this rank's part, and which parameters had a gradient."""
+        grads = gradients.take(params)
+        traffic.copied_bytes += gradients.nbytes(grads)
+        filled = [held or i in grads for i, held in enumerate(gradients.filled)]
+        reduced: DBuffer | None = None
+        for portion in gradients.inputs:
+            portion.put(grads, gradients.filled)
+            portion.seal(filled)
+            if portion is gradients.inputs[-1]:
+                grads.clear()
+            with streams.reducing():
+                reduced = reduced or self._shards.new_buffer(gradients.dtype, gradients.device)
+                targets = [
+                    lane.narrow(0, columns.begin, len(columns))
+                    for lane, columns in zip(reduced.lanes, portion.columns, strict=True)
+                ]
+                reduce_scatter(
+                    portion.buffer, targets, self._mesh, division, comm=self.comm, group=self.group, traffic=traffic
+                )
+            streams.reduced(portion.buffer.free)
+        assert reduced is not None
+        gradients.forget()
+        return reduced, filled
 
     def _settle(self, streams: Streams) -> None:
         """Before the buffer is written: a module used twice in one backward may still be reducing from it."""

@@ -42,13 +42,20 @@ class Streams:
     def done_with(self, lane: int) -> None:
         """Computation that was issued so far is the last to use the lane's buffer; call before freeing it."""
 
+    def start_reduction(self) -> None:
+        """A group's reduction begins: computation waits for the oldest if too many are under way."""
+
     def reducing(self) -> AbstractContextManager[Any]:
-        """Issue a reduction in here; it waits for computation."""
+        """Issue the reduction of a portion in here; it waits for computation."""
         return nullcontext()
 
     def reduced(self, free_input: Callable[[], None]) -> None:
-        """A reduction was issued; `free_input` is called once its input is not needed any more."""
+        """A portion's reduction was issued; `free_input` is called once its input is not needed any more."""
         free_input()
+
+    def after_reduction(self) -> AbstractContextManager[Any]:
+        """Issue what works on the result in here."""
+        return nullcontext()
 
     def settle(self) -> None:
         """Computation waits for all reductions, and their inputs are freed."""
@@ -75,7 +82,8 @@ class DeviceStreams(Streams):
         self._reduce = torch.Stream(device, priority=-1)
         self._last_use: list[torch.Event | None] = [None] * NUM_LANES
         self._next_lane = 0
-        self._held: deque[tuple[torch.Event, Callable[[], None]]] = deque()
+        self._held: deque[list[tuple[torch.Event, Callable[[], None]]]] = deque()
+        """Of each reduction under way, its portions."""
 
     @property
     def _compute(self) -> torch.Stream:
@@ -106,14 +114,20 @@ class DeviceStreams(Streams):
     def done_with(self, lane: int) -> None:
         self._last_use[lane] = self._compute.record_event()
 
-    def reducing(self) -> AbstractContextManager[Any]:
+    def start_reduction(self) -> None:
         while len(self._held) >= self.max_held:
             self._release_oldest()
+        self._held.append([])
+
+    def reducing(self) -> AbstractContextManager[Any]:
         self._reduce.wait_event(self._compute.record_event())
         return self._reduce
 
     def reduced(self, free_input: Callable[[], None]) -> None:
-        self._held.append((self._reduce.record_event(), free_input))
+        self._held[-1].append((self._reduce.record_event(), free_input))
+
+    def after_reduction(self) -> AbstractContextManager[Any]:
+        return self._reduce
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         if stream is None:
@@ -130,9 +144,9 @@ class DeviceStreams(Streams):
         self._compute.wait_event(self._reduce.record_event())
 
     def _release_oldest(self) -> None:
-        event, free_input = self._held.popleft()
-        self._compute.wait_event(event)
-        free_input()
+        for event, free_input in self._held.popleft():
+            self._compute.wait_event(event)
+            free_input()
 
 
 class _Joined:

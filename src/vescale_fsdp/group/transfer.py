@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -127,7 +128,7 @@ def _call(comm: AllGather, output: torch.Tensor, source: torch.Tensor, **kwargs:
 
 def reduce_scatter(
     whole: DBuffer,
-    shard: DBuffer,
+    targets: Sequence[torch.Tensor],
     mesh: DataMesh,
     division: Division,
     *,
@@ -135,14 +136,14 @@ def reduce_scatter(
     group: dist.ProcessGroup | None,
     traffic: Traffic,
 ) -> None:
-    """Sum `whole` over ranks and keep this rank's part in `shard`; both have the dtype of the reduction.
+    """Sum `whole` over ranks and keep this rank's part of each lane in `targets`; all have the dtype of the reduction.
 
     `group`: a process group of the same ranks for reductions alone, or None for the mesh's own. `comm`: a user's
     collective, which reduces memory that it allocates itself, or, if it says `is_in_place`, these very buffers.
     """
     if division.before != 1:
         whole.flat.div_(division.before)
-    for source, target in zip(whole.lanes, shard.lanes, strict=True):
+    for source, target in zip(whole.lanes, targets, strict=True):
         if mesh.num_ranks == 1:
             target.copy_(source)
             continue
