@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import Work
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """`peak`: most bytes of tensor storages alive at once, those of before included; resized storages are followed.
 
+    `trace`: every storage and the bytes that it has from then on, in order; 0 when it is gone.
     `calls` and `nbytes`: collectives, and bytes of the whole tensors that they gathered or reduced, by kind. What gloo
     allocates for itself, and shows while it is waited for, is not counted.
     """
@@ -27,9 +29,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self.calls: Counter[str] = Counter()
         self.nbytes: Counter[str] = Counter()
+        self.trace: list[tuple[int, int]] = []
         self._live = 0
+        self._num_seen = 0
         self._is_waiting = False
-        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
 
     def __enter__(self) -> LiveBytes:
         for thing in gc.get_objects():
@@ -84,21 +88,29 @@ class LiveBytes(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter, FakeTensor) and tensor.device.type == "cpu":
             self._note(tensor.untyped_storage())
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
-        _, before = self._seen.get(key, (None, 0))
         if key not in self._seen:
-            self._seen[key] = weakref.ref(storage, lambda _: self._forget(key)), nbytes
+            self._num_seen += 1
+            reference, number, before = weakref.ref(storage, lambda _: self._forget(key)), self._num_seen, 0
         else:
-            self._seen[key] = self._seen[key][0], nbytes
-        self._live += nbytes - before
-        self.peak = max(self.peak, self._live)
+            reference, number, before = self._seen[key]
+        self._seen[key] = reference, number, nbytes
+        if nbytes != before:
+            self._change(number, before, nbytes)
 
     def _forget(self, key: int) -> None:
-        self._live -= self._seen.pop(key, (None, 0))[1]
+        if key in self._seen:
+            _, number, nbytes = self._seen.pop(key)
+            self._change(number, nbytes, 0)
+
+    def _change(self, number: int, before: int, nbytes: int) -> None:
+        self.trace.append((number, nbytes))
+        self._live += nbytes - before
+        self.peak = max(self.peak, self._live)
 
 
 def live_now() -> int:

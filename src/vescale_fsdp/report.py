@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from .errors import VescaleError
-from .footprint import footprint_of_group, footprint_of_step
+from .footprint import footprint_of_group
 from .group.param_group import ParamGroup
 from .group.traffic import Traffic
 from .plan import GroupPlan, Plan
 from .state import ModuleState, find_state
+from .step_memory import footprint_of_step
 
 __all__ = ["GroupReport", "ModelReport", "Traffic", "explain", "report", "traffic"]
 
@@ -41,13 +42,16 @@ class ModelReport:
     The two peaks are bytes of one rank at the fullest moment of a step that synchronises gradients and begins without
     any: shards, gathered parameters, gradients and buffers of collectives, without activations and optimizer states.
     `peak_nbytes_bound` is never exceeded; `peak_nbytes` takes parameters to be used in the order of their definition.
-    Modules are taken to run in the order of the last forward. None: a tensor subclass gathers itself.
+    Modules are taken to run in the order of the last forward. `reserved_nbytes`: what a caching allocator keeps for
+    these allocations alone, by the rules of torch's for CUDA; activations share what is free of that between them.
+    None: a tensor subclass gathers itself.
     """
 
     groups: tuple[GroupReport, ...]
     traffic: Traffic
     peak_nbytes: int | None = None
     peak_nbytes_bound: int | None = None
+    reserved_nbytes: int | None = None
 
     @property
     def plan(self) -> Plan:
@@ -70,10 +74,11 @@ class ModelReport:
                 f"{plan.name or 'root':<32} {plan.num_ranks:>5} {plan.dtype:>9} {plan.numel:>12,} "
                 f"{group.shard_nbytes / 2**20:>10.3f} {plan.padding_pct:>9.2f} {len(plan.lanes):>5}"
             )
-        if self.peak_nbytes is not None and self.peak_nbytes_bound is not None:
+        if self.peak_nbytes is not None and self.peak_nbytes_bound is not None and self.reserved_nbytes is not None:
             lines.append(
                 f"peak: {self.peak_nbytes / 2**20:.3f} MiB of parameters, gradients and buffers in a step, at most "
-                f"{self.peak_nbytes_bound / 2**20:.3f} MiB"
+                f"{self.peak_nbytes_bound / 2**20:.3f} MiB; a caching allocator reserves "
+                f"{self.reserved_nbytes / 2**20:.3f} MiB for them"
             )
         moved = self.traffic
         lines.append(
@@ -90,7 +95,7 @@ def report(module: nn.Module) -> ModelReport:
     peak = footprint_of_step(module, states)
     if peak is None:
         return ModelReport(groups, traffic(module))
-    return ModelReport(groups, traffic(module), peak.estimate, peak.bound)
+    return ModelReport(groups, traffic(module), peak.estimate, peak.bound, peak.reserved)
 
 
 def traffic(module: nn.Module) -> Traffic:

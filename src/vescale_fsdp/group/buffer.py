@@ -27,12 +27,21 @@ class DBuffer:
     """
 
     def __init__(
-        self, lane_numels: Sequence[int], pieces: Sequence[Span], *, dtype: torch.dtype, device: torch.device
+        self,
+        lane_numels: Sequence[int],
+        pieces: Sequence[Span],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        room_nbytes: int = 0,
     ) -> None:
+        """`room_nbytes`: take at least so many, for something else to fit in when the buffer is freed."""
         self.pieces = tuple(pieces)
         self._lane_numels = tuple(lane_numels)
+        numel = sum(lane_numels)
         with torch.inference_mode(False):  # a buffer made while serving must still train
-            self.replace(torch.empty(sum(lane_numels), dtype=dtype, device=device))
+            memory = torch.empty(max(numel, -(-room_nbytes // dtype.itemsize)), dtype=dtype, device=device)
+            self.replace(memory if memory.numel() == numel else memory.narrow(0, 0, numel))
 
     def replace(self, flat: torch.Tensor) -> None:
         """Use the memory of `flat` from now on."""
@@ -41,7 +50,7 @@ class DBuffer:
         self.lanes = tuple(
             flat.narrow(0, start, numel) for start, numel in zip(starts, self._lane_numels, strict=False)
         )
-        self.nbytes = flat.numel() * flat.itemsize
+        self.nbytes = flat.untyped_storage().nbytes()
         self._gaps: tuple[torch.Tensor, ...] | None = None
 
     @classmethod
@@ -58,13 +67,21 @@ class DBuffer:
         return cls(lane_numels, pieces, dtype=dtype, device=device)
 
     @classmethod
-    def whole(cls, layout: Layout, numels: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> DBuffer:
+    def whole(
+        cls,
+        layout: Layout,
+        numels: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        room_nbytes: int = 0,
+    ) -> DBuffer:
         """All shares of every lane."""
         lane_numels = [layout.num_ranks * lane.share for lane in layout.lanes]
         bases = list(accumulate(lane_numels, initial=0))
         begins = [bases[lane] + start for lane, start in zip(layout.lane_of, layout.starts, strict=True)]
         pieces = [Span(begin, begin + numel) for begin, numel in zip(begins, numels, strict=True)]
-        return cls(lane_numels, pieces, dtype=dtype, device=device)
+        return cls(lane_numels, pieces, dtype=dtype, device=device, room_nbytes=room_nbytes)
 
     def view(self, index: int) -> torch.Tensor:
         """Tensor `index`, flat."""

@@ -10,9 +10,9 @@ from .. import _torch
 from ..home import Home
 from ..layout import Layout
 from .buffer import DBuffer
-from .portions import Portion, cut_into_portions
+from .portions import Portion, cut_into_portions, largest_portion
 
-__all__ = ["Gradients", "num_portions"]
+__all__ = ["Gradients", "num_portions", "portion_nbytes"]
 
 ALIGNMENT_NBYTES = 16
 MAX_PORTIONS = 8
@@ -26,13 +26,18 @@ def num_portions(layout: Layout, dtype: torch.dtype, compute_dtype: torch.dtype)
     So many that a portion takes the place of the gathered parameters, which are freed by then; on up to four ranks so
     many that it takes what the result, a large share there, leaves of that place. Sums of 4 bytes of parameters of 2:
 
-        8 or more ranks 2    4 ranks 4    3 ranks 6    2 ranks 8
+        7 or more ranks 2    5 or 6 ranks 3    4 ranks 4    3 ranks 6    2 ranks 8
     """
     if layout.num_ranks * layout.share * dtype.itemsize < MIN_NBYTES or dtype.itemsize <= compute_dtype.itemsize:
         return 1
     room = layout.num_ranks * compute_dtype.itemsize - dtype.itemsize
     portions = layout.num_ranks * dtype.itemsize // room if room > 0 else MAX_PORTIONS
     return min(max(portions, -(-dtype.itemsize // compute_dtype.itemsize)), MAX_PORTIONS)
+
+
+def portion_nbytes(layout: Layout, dtype: torch.dtype, num_portions: int) -> int:
+    """Of the largest portion."""
+    return largest_portion(layout, num_portions, align=ALIGNMENT_NBYTES // dtype.itemsize) * dtype.itemsize
 
 
 class Gradients:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ..layout import Layout, Span
 
-__all__ = ["Block", "Portion", "cut_into_portions"]
+__all__ = ["Block", "Portion", "cut_into_portions", "largest_portion"]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements of one tensor in one portion: `rows` runs of `width`, `stride` apart in the tensor, dense in the portion.
+    """Elements of one tensor in one portion: `rows` runs of `width`, `stride` apart in the tensor, without gaps here.
 
     `begin` counts from the first element of the tensor, `target` from that of the portion.
     """
@@ -57,20 +57,29 @@ class Portion:
 
 
 def cut_into_portions(layout: Layout, numels: Sequence[int], num_portions: int, *, align: int) -> tuple[Portion, ...]:
-    """Portions of about equal size, which begin at multiples of `align` elements of a share."""
+    """Portions that begin at multiples of `align` elements of a share: equal ones, but for the last."""
+    widths, shares = _widths(layout, num_portions, align), [lane.share for lane in layout.lanes]
     cuts = [
-        [min(lane.share, -(-i * lane.share // (num_portions * align)) * align) for lane in layout.lanes]
-        for i in range(num_portions + 1)
+        [min(i * width, share) for width, share in zip(widths, shares, strict=True)] for i in range(num_portions + 1)
     ]
-    cuts[-1] = [lane.share for lane in layout.lanes]
     portions = []
-    for begins, ends in zip(cuts, cuts[1:], strict=False):
+    for begins, ends in pairwise(cuts):
         columns = tuple(Span(begin, end) for begin, end in zip(begins, ends, strict=True))
         lane_numels = tuple(layout.num_ranks * len(each) for each in columns)
         bases = list(accumulate(lane_numels, initial=0))
         blocks = tuple(_blocks(layout, i, numel, columns, bases) for i, numel in enumerate(numels))
         portions.append(Portion(columns, lane_numels, blocks))
     return tuple(portions)
+
+
+def largest_portion(layout: Layout, num_portions: int, *, align: int) -> int:
+    """Elements of the largest of them."""
+    return layout.num_ranks * sum(_widths(layout, num_portions, align))
+
+
+def _widths(layout: Layout, num_portions: int, align: int) -> list[int]:
+    """Elements of each lane's share that a portion takes."""
+    return [min(-(-lane.share // (num_portions * align)) * align, lane.share) for lane in layout.lanes]
 
 
 def _blocks(
