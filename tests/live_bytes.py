@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -115,12 +114,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def live_now() -> int:
-    """Bytes of all tensor storages that are alive; the least of three, as gloo's threads let go of some late."""
-    found = []
-    for _ in range(3):
-        found.append(measure(lambda: None).peak)
-        time.sleep(0.02)
-    return min(found)
+    """Bytes of all tensor storages that are alive."""
+    return measure(lambda: None).peak
 
 
 def measure(step: Callable[[], object]) -> LiveBytes:

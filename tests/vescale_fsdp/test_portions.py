@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import ranks
 from small_models import Odd, Tower, batch
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from wrapping import full, wrapped
 
 from vescale_fsdp import MixedPrecisionPolicy, fully_shard, traffic
@@ -78,6 +79,21 @@ def test_a_portion_takes_the_place_of_the_gathered_parameters(size: int, expecte
     assert gradients.num_portions(layout, torch.bfloat16, torch.bfloat16) == 1
     small = Layout(size, 4, 4, (LanePlan(2**12, 2**12),), (0,), (0,), 2**12)
     assert gradients.num_portions(small, torch.float32, torch.bfloat16) == 1
+
+
+@ranks(1)
+def test_gathered_parameters_leave_room_for_the_larger_portion() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    model = nn.Linear(8, 12, bias=False)  # 12 elements a rank, of which portions take 8 and 4
+    with portions_of_everything():
+        fully_shard(model, mp_policy=BF16)
+        group = model._get_fsdp_state().groups[0]
+        assert group.num_portions == 2
+        model(torch.ones(1, 8)).sum().backward()
+    sizes = [each.buffer.nbytes for each in group.reduction._gradients.inputs]
+    assert sizes == [4 * 8 * 8, 4 * 8 * 4]
+    assert group._whole.nbytes == sizes[0] > 2 * 8 * 12
 
 
 @contextmanager

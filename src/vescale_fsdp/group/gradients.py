@@ -109,7 +109,7 @@ class ReductionInput:
     """One portion's memory; each tensor is a slice of it, or several where the portion takes pieces of it."""
 
     def __init__(self, portion: Portion, homes: Sequence[Home], *, dtype: torch.dtype, device: torch.device) -> None:
-        self.columns = portion.columns
+        self._columns = portion.columns
         self._blocks = portion.blocks
         spans = [block.span for blocks in portion.blocks for block in blocks]
         self.buffer = DBuffer(portion.lane_numels, spans, dtype=dtype, device=device)
@@ -136,6 +136,10 @@ class ReductionInput:
                 targets += self._slots[i]
                 sources += pieces
         _torch.foreach_copy_(targets, sources)
+
+    def columns_of(self, shard: DBuffer) -> list[torch.Tensor]:
+        """What a rank's share of this portion is of its share of each lane."""
+        return [lane.narrow(0, each.begin, len(each)) for lane, each in zip(shard.lanes, self._columns, strict=True)]
 
     def _pieces(self, index: int, grad: torch.Tensor) -> list[torch.Tensor]:
         flat = grad.reshape(-1)

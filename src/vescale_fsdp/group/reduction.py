@@ -131,10 +131,7 @@ class Reduction:
                 grads.clear()
             with streams.reducing():
                 reduced = reduced or self._shards.new_buffer(gradients.dtype, gradients.device)
-                targets = [
-                    lane.narrow(0, columns.begin, len(columns))
-                    for lane, columns in zip(reduced.lanes, portion.columns, strict=True)
-                ]
+                targets = reduced.lanes if len(gradients.inputs) == 1 else portion.columns_of(reduced)
                 reduce_scatter(
                     portion.buffer, targets, self._mesh, division, comm=self.comm, group=self.group, traffic=traffic
                 )
