@@ -65,7 +65,7 @@ def footprint_of_group(group: ParamGroup) -> GroupFootprint | None:
     alone = views and reduce_dtype == group.compute_dtype and group.mesh.num_replicas == 1
     numels, twice = _trainable_numels(group)
     on_device = not shards.is_offloaded or group.device.type == "cpu"
-    whole = 0 if views else max(num_ranks * share * group.compute_dtype.itemsize, group.portion_nbytes)
+    whole = 0 if views else num_ranks * share * group.compute_dtype.itemsize
     portion = portion_nbytes(group.plan.layout, reduce_dtype, num_portions) if any(numels) and not alone else 0
     stored = share * shards.dtype.itemsize if portion else 0
     is_cast = reduce_dtype != shards.dtype or not on_device

@@ -27,21 +27,12 @@ class DBuffer:
     """
 
     def __init__(
-        self,
-        lane_numels: Sequence[int],
-        pieces: Sequence[Span],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        room_nbytes: int = 0,
+        self, lane_numels: Sequence[int], pieces: Sequence[Span], *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`room_nbytes`: take at least so many, for something else to fit in when the buffer is freed."""
         self.pieces = tuple(pieces)
         self._lane_numels = tuple(lane_numels)
-        numel = sum(lane_numels)
         with torch.inference_mode(False):  # a buffer made while serving must still train
-            memory = torch.empty(max(numel, -(-room_nbytes // dtype.itemsize)), dtype=dtype, device=device)
-            self.replace(memory if memory.numel() == numel else memory.narrow(0, 0, numel))
+            self.replace(torch.empty(sum(lane_numels), dtype=dtype, device=device))
 
     def replace(self, flat: torch.Tensor) -> None:
         """Use the memory of `flat` from now on."""
@@ -50,7 +41,7 @@ class DBuffer:
         self.lanes = tuple(
             flat.narrow(0, start, numel) for start, numel in zip(starts, self._lane_numels, strict=False)
         )
-        self.nbytes = flat.untyped_storage().nbytes()
+        self.nbytes = flat.numel() * flat.itemsize
         self._gaps: tuple[torch.Tensor, ...] | None = None
 
     @classmethod
@@ -67,21 +58,13 @@ class DBuffer:
         return cls(lane_numels, pieces, dtype=dtype, device=device)
 
     @classmethod
-    def whole(
-        cls,
-        layout: Layout,
-        numels: Sequence[int],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        room_nbytes: int = 0,
-    ) -> DBuffer:
+    def whole(cls, layout: Layout, numels: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> DBuffer:
         """All shares of every lane."""
         lane_numels = [layout.num_ranks * lane.share for lane in layout.lanes]
         bases = list(accumulate(lane_numels, initial=0))
         begins = [bases[lane] + start for lane, start in zip(layout.lane_of, layout.starts, strict=True)]
         pieces = [Span(begin, begin + numel) for begin, numel in zip(begins, numels, strict=True)]
-        return cls(lane_numels, pieces, dtype=dtype, device=device, room_nbytes=room_nbytes)
+        return cls(lane_numels, pieces, dtype=dtype, device=device)
 
     def view(self, index: int) -> torch.Tensor:
         """Tensor `index`, flat."""

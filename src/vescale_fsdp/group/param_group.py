@@ -21,7 +21,7 @@ from ..plan import GroupPlan
 from ..policy import MixedPrecisionPolicy
 from .buffer import DBuffer
 from .full_values import shard_full_values
-from .gradients import num_portions, portion_nbytes
+from .gradients import num_portions
 from .kept import KeptShards
 from .quantized import QuantizedGather
 from .reduction import Reduction
@@ -119,13 +119,6 @@ class ParamGroup:
     def num_portions(self) -> int:
         """In how many portions the gradients are reduced."""
         return num_portions(self.plan.layout, self.reduce_dtype, self.compute_dtype)
-
-    @property
-    def portion_nbytes(self) -> int:
-        """Of the largest portion, which takes the place of the gathered parameters; 0 if there is only one."""
-        if self.num_portions == 1:
-            return 0
-        return portion_nbytes(self.plan.layout, self.reduce_dtype, self.num_portions)
 
     @property
     def views_shard(self) -> bool:
@@ -300,9 +293,7 @@ class ParamGroup:
     def _whole_buffer(self) -> DBuffer:
         if self._whole is None:
             numels, device = self.shards.numels, self.device
-            self._whole = DBuffer.whole(
-                self.plan.layout, numels, dtype=self.compute_dtype, device=device, room_nbytes=self.portion_nbytes
-            )
+            self._whole = DBuffer.whole(self.plan.layout, numels, dtype=self.compute_dtype, device=device)
         return self._whole
 
     def _make_unsharded(self) -> list[nn.Parameter]:

@@ -210,7 +210,7 @@ class _QuantizedGathering(Gathering):
             with torch.no_grad():
                 if isinstance(self._sink, DBuffer):
                     self._plan.decode(self._gathered, self._sink)
-                    self._traffic.copied_bytes += self._sink.flat.nbytes
+                    self._traffic.copied_bytes += self._sink.nbytes
                 else:
                     self._sink.settle(self._gathered)
             self._gathered = None  # the group tells the lane, whose stream it was allocated in, that it has been read
