@@ -74,10 +74,13 @@ class Gradients:
         return sum(self._numels[i] for i in grads) * self.dtype.itemsize
 
     def slot(self, index: int) -> tuple[torch.Tensor, bool]:
-        """Where the caller writes gradient `index` itself, or adds it to the one that is there already, if any."""
-        self.whole.alloc()
+        """Where the caller writes gradient `index` itself, or adds it to the one that is there already, if any.
+
+        For gradients in the dtype of the reduction, whose input is one portion.
+        """
+        (whole,) = self.inputs
         was_filled, self.filled[index] = self.filled[index], True
-        return self._slots[index], was_filled
+        return whole.slot(index), was_filled
 
     def hold(self, params: Sequence[torch.Tensor]) -> int:
         """Keep gradients for a later backward pass to add to, summed in the wider of their dtype and the reduction's.
@@ -136,6 +139,12 @@ class ReductionInput:
                 targets += self._slots[i]
                 sources += pieces
         _torch.foreach_copy_(targets, sources)
+
+    def slot(self, index: int) -> torch.Tensor:
+        """The memory of a tensor that lies here as a whole."""
+        self.buffer.alloc()
+        (slot,) = self._slots[index]
+        return slot
 
     def columns_of(self, shard: DBuffer) -> list[torch.Tensor]:
         """What a rank's share of this portion is of its share of each lane."""

@@ -334,8 +334,8 @@ class ParamGroup:
     def writes_gradients(self, index: int) -> bool:
         """Whether `gradient_slot` may be asked for a place: nothing casts, cuts or keeps back that gradient."""
         is_plain = self.shards.homes[index].given is None and type(self.shards.locals[index]) is torch.Tensor
-        reduced = self.mp_policy.reduce_dtype or self.compute_dtype
-        return is_plain and self.mesh.num_ranks > 1 and reduced == self.compute_dtype and self.quantized is None
+        is_cast = self.reduce_dtype != self.compute_dtype
+        return is_plain and self.mesh.num_ranks > 1 and not is_cast and self.quantized is None
 
     def lends(self, index: int, param: torch.Tensor) -> bool:
         """Whether `param` is what modules hold as parameter `index` while it is gathered."""
