@@ -392,7 +392,7 @@ def resume_each(root: str, units: Sequence[int]) -> None:
 
 
 def test_training_resumes_at_another_world_size(rank_pool: RankPool, tmp_path: Path) -> None:
-    """A20: parameters and AdamW's state, saved at 1 to 4 ranks and loaded at 1 to 4 ranks, bit by bit."""
+    """C43. A20: parameters and AdamW's state, saved at 1 to 4 ranks and loaded at 1 to 4 ranks, bit by bit."""
     for saved in [(1,), (3, 2), (2, 1, 2), (1, 0, 1, 3)]:
         root = str(tmp_path / str(len(saved)))
         rank_pool.run(len(saved), __file__, "save_trained", {"root": root, "units": saved})

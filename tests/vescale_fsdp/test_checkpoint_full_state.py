@@ -88,6 +88,7 @@ def test_full_tensors_fill_a_model_on_the_meta_device_when_assigned() -> None:
 
 @ranks(3)
 def test_names_that_rank_0_lacks_or_has_too_many_are_every_ranks_error_before_anything_changes() -> None:
+    """C47: by name, on all ranks together."""
     model = wrapped(1)
     before = model.mix.weight.full_tensor()
     given = full_state(2) | {"stranger": torch.ones(2), "mix.weight": torch.ones(2, 2)}
@@ -105,6 +106,7 @@ def test_names_that_rank_0_lacks_or_has_too_many_are_every_ranks_error_before_an
 
 @ranks(3)
 def test_of_tied_names_one_is_enough() -> None:
+    """C47: a tied name is no missing one."""
     model, expected = wrapped(1), full_state(2)
     one_name = {key: value for key, value in expected.items() if key != "head.weight"}
     load_full_state(model, one_name if dist.get_rank() == 0 else {})
@@ -113,6 +115,7 @@ def test_of_tied_names_one_is_enough() -> None:
 
 @ranks(3)
 def test_rank_0_sends_a_full_state_dict_and_a_gathered_one_is_saved_by_torch_save() -> None:
+    """A21: an unsharded state dict of torch.save, and back to one."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     expected = full_state(2)
     model = wrapped(1)
@@ -129,7 +132,7 @@ def test_rank_0_sends_a_full_state_dict_and_a_gathered_one_is_saved_by_torch_sav
 @ranks(2)
 @pytest.mark.parametrize("call", ["torch's", "ours"])
 def test_what_rank_0_sends_takes_a_few_tensors_beside_the_shards(call: str) -> None:
-    """One, and what gloo has not let go of yet; the model has twelve."""
+    """C49. One, and what gloo has not let go of yet; the model has twelve."""
     width = 128
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(12)))
@@ -152,6 +155,7 @@ def test_what_rank_0_sends_takes_a_few_tensors_beside_the_shards(call: str) -> N
 @ranks(2)
 @pytest.mark.parametrize("call", ["torch's", "ours"])
 def test_a_model_on_the_meta_device_never_holds_its_shards_twice(call: str) -> None:
+    """C49, for a model without memory."""
     width, depth = 128, 12
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))

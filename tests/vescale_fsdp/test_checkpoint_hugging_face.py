@@ -49,6 +49,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @ranks(3)
 def test_the_safetensors_package_reads_what_is_exported_with_an_index() -> None:
+    """A41: index, dtypes, and tied weights once."""
     folder, expected = shared_folder(), plain(1).state_dict()
     export_safetensors(fully_shard(plain(1)), folder, shard_nbytes=300)
     index = json.loads((folder / "model.safetensors.index.json").read_text())

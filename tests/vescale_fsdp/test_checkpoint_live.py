@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import ranks
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -121,7 +124,7 @@ def test_whole_tensors_take_the_memory_of_a_few_buckets_and_not_of_the_model() -
 
 @ranks(2)
 def test_chunks_of_rows_three_five_and_seven_lie_where_the_plain_tensors_do() -> None:
-    """One padded buffer over two ranks: offsets are those of the tensors, not of the buffer."""
+    """C44: one padded buffer over two ranks: offsets are those of the tensors, not of the buffer."""
     model = nn.ModuleDict({str(rows): nn.Linear(4, rows, bias=False) for rows in (3, 5, 7)})
     whole = {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
     root = nn.Sequential(model)
@@ -139,3 +142,9 @@ def test_chunks_of_rows_three_five_and_seven_lie_where_the_plain_tensors_do() ->
             box = param.__get_tensor_shard__(MetadataIndex(fqn, offsets))
             slices = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
             assert torch.equal(box, whole[fqn.removeprefix("0.")][slices])
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save(dict(root.named_parameters()), checkpoint_id=folder[0])
+    alone = {f"0.{fqn}": torch.zeros_like(value) for fqn, value in whole.items()}
+    dcp.load(alone, checkpoint_id=folder[0], no_dist=True)
+    assert all(torch.equal(alone[f"0.{fqn}"], value) for fqn, value in whole.items())

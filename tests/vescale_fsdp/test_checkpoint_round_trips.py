@@ -165,6 +165,7 @@ def read(root: str, optimizer: str, engine: str = "ours", writers: list[int] = W
 
 @pytest.mark.parametrize("optimizer", list(MAKERS))
 def test_every_world_size_reads_what_every_other_wrote(rank_pool: RankPool, tmp_path: Path, optimizer: str) -> None:
+    """A20: every (A, B) in {1, 2, 3, 4} squared, parameters and optimizer state, bit by bit."""
     arguments = {"root": str(tmp_path), "optimizer": optimizer}
     for world in WORLDS:
         rank_pool.run(world, __file__, "write", arguments)
@@ -178,6 +179,7 @@ def test_every_world_size_reads_what_every_other_wrote(rank_pool: RankPool, tmp_
 def test_every_engine_and_cut_reads_what_another_wrote(
     rank_pool: RankPool, tmp_path: Path, writer: str, reader: str
 ) -> None:
+    """A21: torch's fully_shard, one process, and cuts by rows and in one lane."""
     arguments = {"root": str(tmp_path), "optimizer": "adamw"}
     rank_pool.run(3, __file__, "write", {**arguments, "engine": writer})
     rank_pool.run(2, __file__, "read", {**arguments, "engine": reader, "writers": [3]})
@@ -185,6 +187,7 @@ def test_every_engine_and_cut_reads_what_another_wrote(
 
 @ranks(2)
 def test_planning_and_writing_communicate_nothing_and_shapes_are_the_parameters() -> None:
+    """A20, A21: shapes in the metadata, no collective while writing."""
     model = ours(1)
     opt = adamw(model)
     step(model, opt)
@@ -205,6 +208,7 @@ def test_planning_and_writing_communicate_nothing_and_shapes_are_the_parameters(
 
 @ranks(2)
 def test_an_asynchronous_save_holds_the_values_of_the_call() -> None:
+    """A52: staged from the group's buffer."""
     root: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(root)
     model = ours(1)

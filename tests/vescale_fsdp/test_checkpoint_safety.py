@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool, ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from vescale_fsdp import CheckpointError, fully_shard, load, save
 
@@ -92,6 +93,7 @@ def resume(root: str) -> None:
 
 
 def test_a_fresh_optimizer_gets_its_slots_at_any_world_size(rank_pool: RankPool, tmp_path: Path) -> None:
+    """C46, A17: slots and step counts are never dropped; tied parameters are one entry and an alias."""
     rank_pool.run(4, __file__, "write", {"root": str(tmp_path)})
     for world in [1, 3]:
         rank_pool.run(world, __file__, "resume", {"root": str(tmp_path)})
@@ -101,6 +103,7 @@ def test_a_fresh_optimizer_gets_its_slots_at_any_world_size(rank_pool: RankPool,
 
 @ranks(2)
 def test_resumed_training_is_the_uninterrupted_one_bit_for_bit() -> None:
+    """C46: with a fresh optimizer."""
     root = shared_folder()
     model = wrapped(1)
     optimizer = adamw(model)
@@ -214,6 +217,29 @@ def test_an_optimizer_that_was_not_saved_is_named_and_left_as_it_was() -> None:
     with pytest.raises(CheckpointError, match="exp_avg: in the model or optimizer, not in the checkpoint"):
         load(root, model, optimizer)
     assert dict(optimizer.state) == state
+
+
+@ranks(8)
+def test_ranks_that_own_nothing_name_the_same_state_and_wait_for_nobody() -> None:
+    """C45: two elements and a bias over eight ranks."""
+    root = shared_folder()
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(2, 1))
+    optimizer = adamw(model)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    held = sum(param.to_local().numel() for param in model.parameters())
+    names = sorted(get_optimizer_state_dict(model, optimizer)["state"])
+    found: list[Any] = [None] * 8
+    dist.all_gather_object(found, (held, names))
+    assert min(held for held, _ in found) == 0
+    assert [names for _, names in found] == [["bias", "weight"]] * 8
+    save(root, model, optimizer)
+    twin = fully_shard(nn.Linear(2, 1))
+    other = adamw(twin)
+    load(root, twin, other, verify=True)
+    assert_same(whole(twin), whole(model))
+    assert all(other.state[param]["step"] == 1 for param in twin.parameters())
 
 
 @ranks(2)

@@ -188,6 +188,7 @@ def test_a_second_forward_after_resharding_to_two_ranks_allocates_nothing_more()
 
 @ranks(2)
 def test_offloaded_models_give_and_take_state_dicts_also_after_being_moved() -> None:
+    """C51: they work, or say which parameters stay on the CPU."""
     model = wrapped(Tower(), offload_policy=CPUOffloadPolicy())
     before = {name: full(value).clone() for name, value in model.state_dict().items()}
     model.to("cpu")

@@ -65,6 +65,7 @@ def test_the_preflight_is_one_small_gather_and_happens_once() -> None:
 
 @ranks(2)
 def test_an_optimizer_made_before_wrapping_raises_at_its_step() -> None:
+    """C48: it would leave the weights unchanged."""
     model = nn.Linear(4, 4)
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     fully_shard(model)
