@@ -122,9 +122,9 @@ def test_whole_tensors_take_the_memory_of_a_few_buckets_and_not_of_the_model() -
     assert bucket_nbytes <= meter.peak_bytes - before < 5 * bucket_nbytes
 
 
-@ranks(2)
+@ranks(2, 3)
 def test_chunks_of_rows_three_five_and_seven_lie_where_the_plain_tensors_do() -> None:
-    """C44: one padded buffer over two ranks: offsets are those of the tensors, not of the buffer."""
+    """C44: one padded buffer: offsets are those of the tensors, not of the buffer; three ranks cut inside a tensor."""
     model = nn.ModuleDict({str(rows): nn.Linear(4, rows, bias=False) for rows in (3, 5, 7)})
     whole = {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
     root = nn.Sequential(model)
@@ -132,7 +132,7 @@ def test_chunks_of_rows_three_five_and_seven_lie_where_the_plain_tensors_do() ->
     fully_shard(root)
     for fqn, param in root.named_parameters():
         found = [(chunk.offsets, chunk.sizes) for chunk in param.__create_chunk_list__()]
-        everyone: list[list[tuple[torch.Size, torch.Size]]] = [[], []]
+        everyone: list[list[tuple[torch.Size, torch.Size]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, found)
         covered = torch.zeros(param.shape)
         for offsets, sizes in (box for boxes in everyone for box in boxes):
