@@ -16,7 +16,10 @@ from ragged_dtensor.granularity import Granularity
 from vescale_fsdp.layout import Layout
 from vescale_fsdp.plan import GroupPlan
 from vescale_fsdp.planner import make_plan, plan_group
+from vescale_fsdp.planner.bounds import Bounds
 from vescale_fsdp.planner.groups import lay_out_group
+from vescale_fsdp.planner.lanes import lay_out_lanes
+from vescale_fsdp.planner.problem import Problem
 from vescale_fsdp.spec import ParamSpec
 
 MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
@@ -146,6 +149,21 @@ def test_experts_may_lie_in_several_lanes() -> None:
     two, three = (lay_out(LAYERS["deepseek-v2-lite"], "1", 16384, lanes) for lanes in (2, 3))
     assert [lane.share for lane in two.lanes] == [22528, 7 * 2048]
     assert [lane.share for lane in three.lanes] == [22528, 8 * 1408, 2048]
+
+
+def test_norms_and_biases_leave_two_full_lanes_together() -> None:
+    # Seven tiny kinds: as long as one of them is in a lane of matrices, that lane needs a block more on every rank.
+    layout = lay_out(groups_of("vit-l16")[1][1], "16", 128, 3)
+    assert [lane.share for lane in layout.lanes] == [65536, 32768, 112]
+
+
+def test_at_16384_ranks_the_lanes_of_deepseek_v3_take_few_lower_bounds() -> None:
+    shapes = groups_of("deepseek-v3-671b")[2][1]
+    tensors = [(math.prod(shape), run := granularity(name, shape, "1"), run) for name, shape in shapes]
+    problem = Problem.reduce(tensors, 16384, 8, 8)
+    bounds = Bounds(problem)
+    lay_out_lanes(problem, bounds, 3, 0)
+    assert len(bounds.of_masks) + len(bounds.known) <= 300
 
 
 def test_small_tensors_between_two_families_save_a_block() -> None:

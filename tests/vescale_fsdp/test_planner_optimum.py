@@ -83,6 +83,13 @@ def test_the_module_order_wins_ties() -> None:
     assert layout.starts == (0, 8, 10, 16)
 
 
+def test_tensors_that_alignment_or_whole_blocks_make_equal_are_one_kind() -> None:
+    # Rows of 8 and of 20 that are never cut, and 37 elements: 40 after rounding up to the alignment.
+    problem = Problem.reduce([(40, 40, 8), (40, 90, 20), (37, 40, 8), (40, 8, 8)], 4, 8, 8)
+    assert [(kind.numel, kind.granularity, kind.count) for kind in problem.kinds] == [(5, 5, 3), (5, 1, 1)]
+    assert problem.module_order == ((0, 3), (1, 1))
+
+
 def test_equal_tensors_take_their_places_in_module_order() -> None:
     layout = lay_out(Case((5, 3, 5, 3, 5), (5, 3, 5, 3, 5), 3))
     assert [start for start, numel in zip(layout.starts, (5, 3, 5, 3, 5), strict=True) if numel == 5] == sorted(

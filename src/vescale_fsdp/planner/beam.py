@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .classes import ShareClass
-from .greedy import start_of_cut
+from .greedy import start_behind
 from .problem import Order, Problem, in_runs
 
 __all__ = ["Beam", "beam_search"]
@@ -71,7 +71,7 @@ def beam_search(problem: Problem, share_class: ShareClass, share: int, *, max_st
 def _moves(problem: Problem, share_class: ShareClass, share: int, nowhere: int) -> list[_Move]:
     moves, bit = [], 0
     for kind, spans_ranks in zip(problem.kinds, share_class.spans_ranks, strict=True):
-        start = start_of_cut(0, share, kind.numel, kind.granularity, spans_ranks, share) if kind.numel > share else 0
+        start = start_behind(kind.numel, kind.granularity, share)
         behind = start if start >= 0 else nowhere
         bits = kind.count.bit_length()
         mask, full = (1 << bits) - 1 << bit, kind.count << bit

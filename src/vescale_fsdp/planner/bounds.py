@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from .problem import Kind, Problem
@@ -46,7 +47,11 @@ class Bounds:
         self.everything = (1 << len(kinds)) - 1
         self.totals = [(1 << i, kind.numel * kind.count) for i, kind in enumerate(kinds)]
         self.cuts = [(kind.smallest_single_cut_share, kind.granularity, 1 << i) for i, kind in enumerate(kinds)]
-        self.cuts.sort(reverse=True)
+        self.cuts.sort()
+        self.thresholds = [threshold for threshold, _, _ in self.cuts]
+        bits = [bit for _, _, bit in self.cuts]
+        self.cut_twice = [sum(bits[at:]) for at in range(len(bits) + 1)]  # where so many thresholds are reached
+        self.steps: dict[int, tuple[int, int]] = {}
         self.blocks = [(*block, i, 1 << i) for i, kind in enumerate(kinds) for block in _blocks(kind)]
         self.blocks.sort(reverse=True)
         self.any_layouts: dict[int, int] = {}
@@ -100,17 +105,20 @@ class Bounds:
 
     def forced(self, mask: int, share: int) -> int:
         """Least share of one buffer of the chosen kinds, not below a share that is known to be too small."""
-        while True:
-            step, single_cut = self.problem.unit, 0
-            for threshold, granularity, bit in self.cuts:
-                if threshold <= share:
-                    break
-                if mask & bit:
-                    step, single_cut = math.lcm(step, granularity), threshold
+        while chosen := mask & self.cut_twice[bisect_right(self.thresholds, share)]:
+            step, single_cut = self.steps.get(chosen) or self._step(chosen)
             rounded = -(-share // step) * step
-            if not single_cut or rounded < single_cut:
+            if rounded < single_cut:
                 return rounded
             share = single_cut
+        return self.problem.round_up(share)
+
+    def _step(self, mask: int) -> tuple[int, int]:
+        """What a share is a multiple of where all these kinds are cut twice, and from where one of them is not."""
+        chosen = [(threshold, granularity) for threshold, granularity, bit in self.cuts if mask & bit]
+        step = math.lcm(self.problem.unit, *[granularity for _, granularity in chosen])
+        self.steps[mask] = step, chosen[0][0]
+        return self.steps[mask]
 
     def _one_buffer(self, mask: int, counts: Sequence[int], numel: int, max_divisor: int) -> int:
         share = self.forced(mask, -(-numel // self.problem.num_ranks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .classes import ShareClass
-from .greedy import start_of_cut
+from .greedy import start_behind
 from .problem import Order, Problem
 
 __all__ = ["dive", "preferences"]
@@ -26,6 +26,7 @@ def preferences(problem: Problem, share_class: ShareClass) -> Iterator[tuple[int
 def dive(problem: Problem, share_class: ShareClass, preference: Sequence[int], share: int) -> Order | None:
     """An order that was made for this share, or None where a kind finds no place. It may end beyond the buffer."""
     kinds, spans_ranks = problem.kinds, share_class.spans_ranks
+    behind = [start_behind(kind.numel, kind.granularity, share) for kind in kinds]
     left = [kind.count for kind in kinds]
     waiting = list(preference)
     runs: list[tuple[int, int]] = []
@@ -39,12 +40,12 @@ def dive(problem: Problem, share_class: ShareClass, preference: Sequence[int], s
                 best, best_start, count = i, position, min(left[i], rest // kind.numel)
                 break
             head = rest - rest % kind.granularity
-            if spans_ranks[i] or (head and kind.numel - head <= share):  # most cuts, without a call
+            if spans_ranks[i] or (head and kind.numel - head <= share):
                 start = position + rest - head
+            elif behind[i] < 0:
+                return None
             else:
-                start = start_of_cut(position, rest, kind.numel, kind.granularity, spans_ranks[i], share)
-                if start < 0:
-                    return None
+                start = position + rest + behind[i]
             if best < 0 or start < best_start:
                 best, best_start = i, start
                 if start == position:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .problem import Kind, Order
 
-__all__ = ["NOWHERE", "end_of", "end_of_run", "runs_of", "start_of_cut"]
+__all__ = ["NOWHERE", "end_of", "end_of_run", "runs_of", "start_behind", "start_of_cut"]
 
 NOWHERE = 1 << 200
 """The end of a placement that does not exist: behind every buffer."""
@@ -87,8 +87,13 @@ def start_of_cut(position: int, rest: int, numel: int, granularity: int, spans_r
     head = rest - rest % granularity
     if spans_ranks or (head and numel - head <= share):
         return position + rest - head
-    boundary = position + rest
+    behind = start_behind(numel, granularity, share)
+    return position + rest + behind if behind >= 0 else -1
+
+
+def start_behind(numel: int, granularity: int, share: int) -> int:
+    """How far behind a boundary a tensor starts that is not cut there, and once at most; -1 if it fits nowhere."""
     if numel <= share:
-        return boundary
+        return 0
     head = share - share % granularity
-    return boundary + share - head if head and numel - head <= share else -1
+    return share - head if head and numel - head <= share else -1

@@ -52,13 +52,12 @@ class Problem:
     def reduce(cls, tensors: Sequence[Tensor], num_ranks: int, unit: int, align: int) -> Problem:
         """Drop empty tensors, divide by `align`, merge equal tensors. The unit becomes a multiple of `align`."""
         filled = [tensor for tensor in tensors if tensor[0]]
-        index_of: dict[Tensor, int] = {}  # by what is left of a tensor, where different ones may be equal
-        kind_of = {
-            tensor: index_of.setdefault(divide(*tensor, align), len(index_of)) for tensor in dict.fromkeys(filled)
-        }
+        divided = {tensor: divide(*tensor, align) for tensor in dict.fromkeys(filled)}
+        index_of = {kind: index for index, kind in enumerate(dict.fromkeys(divided.values()))}
+        kind_of = {tensor: index_of[kind] for tensor, kind in divided.items()}  # different tensors may be of one kind
         kinds_of_module = tuple(map(kind_of.__getitem__, filled))
         counts = Counter(kinds_of_module)
-        kinds = tuple([Kind(*reduced, counts[index]) for reduced, index in index_of.items()])
+        kinds = tuple([Kind(*kind, counts[index]) for kind, index in index_of.items()])
         part_of = tuple([kind.count for kind in kinds])
         return cls(num_ranks, math.lcm(unit, align) // align, kinds, kinds_of_module, part_of)
 
