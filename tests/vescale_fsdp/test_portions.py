@@ -138,8 +138,10 @@ def test_gradients_are_the_same_bits_in_portions(kind: type[nn.Module], held: bo
         in_portions, more_calls = gradients_after(kind, held=held)
     assert more_calls == {1: 0, 2: 8, 3: 6, 4: 4}[dist.get_world_size()] * calls
     assert at_once.keys() == in_portions.keys()
+    one_by_one, _ = gradients_after(kind, held=False)
     for name, grad in in_portions.items():
         assert torch.equal(grad, at_once[name]), name
+        torch.testing.assert_close(grad, one_by_one[name], rtol=1e-5, atol=1e-6)
 
 
 class Chosen(nn.Module):
