@@ -4,8 +4,8 @@ Reading order; a file imports only what stands before it:
 
     errors _torch fsdp2_seams nested policy spec layout formats hookspecs constraints plugins plan planner testing
     shapes wishes model_plan advisor picture simulate mesh in_place home preflight managed guards group grouping
-    replicas schedule state fused_gradients caching_allocator footprint step_memory module forward_method comm_context
-    broadcast ema fully_shard grad_clip optim checkpoint report demo cli
+    replicas first_use schedule state fused_gradients caching_allocator footprint step_memory module forward_method
+    comm_context broadcast ema fully_shard grad_clip optim checkpoint report demo cli
 
 Importing changes nothing in torch.
 """

@@ -52,13 +52,15 @@ def fuse_gradient_accumulation(model: nn.Module) -> FusedGradients:
 
     Raises VescaleError if there is no such layer.
     """
-    modules = {fqn: module for fqn, module, fused in _layers(model) if _replace_forward(module, fused)}
-    if not modules:
+    layers = list(_layers(model))
+    if not layers:
         raise VescaleError(
             f"{type(model).__name__}: no layer to fuse. Wrap the model with fully_shard first, and reduce gradients in "
             f"the dtype of computation over more than one rank (nn.Linear and nn.Embedding alone are fused)."
         )
-    return FusedGradients(modules)
+    for _, module, forward in layers:
+        vars(module)["forward"] = forward  # not by setattr, which a module may have replaced
+    return FusedGradients({fqn: module for fqn, module, _ in layers})
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[..., Any]]]:
@@ -80,11 +82,6 @@ def _groups(model: nn.Module) -> Iterator[ParamGroup]:
     for state in dict.fromkeys(find_state(module) for module in model.modules()):
         if state is not None:
             yield from state.groups
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    vars(module)["forward"] = forward  # not by setattr, which a module may have replaced
-    return True
 
 
 class _Fused:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import _torch
+from .first_use import circles_of, log_plan, name_groups, settle_groups
 from .group.param_group import ParamGroup, Phase
 from .guards import Census
 from .nested import cast_floats, map_tensors, with_grad
-from .plan import Plan
 from .policy import MixedPrecisionPolicy
-from .preflight import Circle, failing_together, settle
-from .replicas import check_replicas
+from .preflight import failing_together
 from .schedule import Schedule
-
-logger = logging.getLogger("vescale_fsdp")
 
 __all__ = ["ModuleState", "find_state"]
 
@@ -98,19 +93,16 @@ class ModuleState:
         if self.is_root is not None:
             return
         root = self.modules[0]
-        with failing_together(_circles_of([self])):
+        with failing_together(circles_of(self.groups)):
             states = self._find_states(root)
-        circles = _circles_of(states)
-        with failing_together(circles):
-            _name_groups(root, states)
-            self._census = _census_of(root, states)
         groups = [group for state in states for group in state.groups]
-        plan = Plan(tuple(group.plan for group in groups))
-        settle(circles, [_plan_on(circle, groups) for circle in circles])
-        check_replicas(groups, circles)
+        circles = circles_of(groups)
+        with failing_together(circles):
+            name_groups(root, [(state.modules, state.groups) for state in states])
+            self._census = _census_of(root, states)
+        settle_groups(groups, circles)
         self._lead(states)
-        if dist.is_initialized() and dist.get_rank() == 0:
-            logger.info("%s", _summary(root, plan))
+        log_plan(root, groups)
 
     def _find_states(self, root: nn.Module) -> list[ModuleState]:
         if len(self.modules) > 1:
@@ -383,36 +375,6 @@ class _AfterBackward(torch.autograd.Function):
 def find_state(module: nn.Module) -> ModuleState | None:
     state = _torch.state_of(module)
     return state if isinstance(state, ModuleState) else None
-
-
-def _name_groups(root: nn.Module, states: list[ModuleState]) -> None:
-    """Give every group the names that its modules and parameters have below the root."""
-    names = {module: name for name, module in root.named_modules()}
-    for state in states:
-        module_name = ", ".join(names[module] for module in state.modules) or "root"
-        for group in state.groups:
-            suffix = f" [{group.kind}]" if len(state.groups) > 1 else ""
-            group.prepare(module_name + suffix, [each.name_below(names) for each in group.shards.managed])
-
-
-def _summary(root: nn.Module, plan: Plan) -> str:
-    return (
-        f"{type(root).__name__}: {plan.numel:,} parameters in {len(plan.groups)} groups, {plan.nbytes / 2**20:.3f} MiB "
-        f"per rank, {plan.padding_pct:.2f} % padding"
-    )
-
-
-def _circles_of(states: list[ModuleState]) -> list[Circle]:
-    """One for each data mesh, and what its parameters are sharded on besides."""
-    groups: dict[int, list[ParamGroup]] = {}
-    for state in states:
-        for group in state.groups:
-            groups.setdefault(id(group.mesh.group), []).append(group)
-    return [Circle.of(each[0].mesh, (p for group in each for p in group.shards.params)) for each in groups.values()]
-
-
-def _plan_on(circle: Circle, groups: list[ParamGroup]) -> Plan:
-    return Plan(tuple(group.plan for group in groups if group.mesh.group is circle.mesh.group))
 
 
 def _census_of(root: nn.Module, states: list[ModuleState]) -> Census:

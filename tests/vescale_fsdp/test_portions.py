@@ -81,6 +81,13 @@ def test_a_portion_takes_the_place_of_the_gathered_parameters(size: int, expecte
     assert gradients.num_portions(small, torch.float32, torch.bfloat16) == 1
 
 
+@pytest.mark.parametrize(("share_nbytes", "expected"), [(2**20, 2), (2**19, 1)])
+def test_shares_of_many_ranks_that_are_small_are_reduced_at_once(share_nbytes: int, expected: int) -> None:
+    share = share_nbytes // 4
+    layout = Layout(1024, 4, 4, (LanePlan(share, share),), (0,), (0,), share)
+    assert gradients.num_portions(layout, torch.float32, torch.bfloat16) == expected
+
+
 @ranks(1)
 def test_on_many_ranks_two_portions_are_as_large_as_the_gathered_parameters() -> None:
     dist.destroy_process_group()

@@ -3,7 +3,7 @@
 Reading order:
 
     buffer streams traffic transfer quantized shards stored_shards extensions kept
-    portions gradients reduction full_values param_group encoded_group extension_group
+    portions gradients reduction full_values places param_group encoded_group extension_group
 """
 
 __all__: list[str] = []

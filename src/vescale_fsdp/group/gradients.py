@@ -17,7 +17,8 @@ __all__ = ["Gradients", "num_portions", "portion_nbytes"]
 ALIGNMENT_NBYTES = 16
 MAX_PORTIONS = 8
 MIN_NBYTES = 64 * 2**20
-"""Inputs below this are reduced at once: more messages would cost more time than their memory is worth."""
+"""Inputs below this, or below a 64th of it for each rank, are reduced at once: more messages would cost more time than
+their memory is worth."""
 
 
 def num_portions(layout: Layout, dtype: torch.dtype, compute_dtype: torch.dtype) -> int:
@@ -28,7 +29,8 @@ def num_portions(layout: Layout, dtype: torch.dtype, compute_dtype: torch.dtype)
 
         7 or more ranks 2    5 or 6 ranks 3    4 ranks 4    3 ranks 6    2 ranks 8
     """
-    if layout.num_ranks * layout.share * dtype.itemsize < MIN_NBYTES or dtype.itemsize <= compute_dtype.itemsize:
+    nbytes = layout.num_ranks * layout.share * dtype.itemsize
+    if dtype.itemsize <= compute_dtype.itemsize or nbytes < MIN_NBYTES * max(1, layout.num_ranks // 64):
         return 1
     room = layout.num_ranks * compute_dtype.itemsize - dtype.itemsize
     portions = layout.num_ranks * dtype.itemsize // room if room > 0 else MAX_PORTIONS

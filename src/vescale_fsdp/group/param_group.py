@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from .. import _torch
 from ..errors import VescaleError
 from ..formats.block_format import BlockFormat
-from ..guards import Trap
 from ..managed import ManagedParam, mark_managed
 from ..mesh import DataMesh
 from ..plan import GroupPlan
@@ -23,6 +22,7 @@ from .buffer import DBuffer
 from .full_values import shard_full_values
 from .gradients import num_portions
 from .kept import KeptShards
+from .places import Places
 from .quantized import QuantizedGather
 from .reduction import Reduction
 from .shards import Shards
@@ -74,8 +74,8 @@ class ParamGroup:
         self.fqns = [each.fqn for each in managed]
         self.phase = Phase.IDLE
         self.is_unsharded = False
-        self._owners = _Owners(managed, modules)
-        self._owners.put(self.shards.params, sharded=True)
+        self._places = Places(managed, modules)
+        self._places.put(self.shards.params, sharded=True)
         self._follow_state_dicts()
         self._whole: DBuffer | None = None
         self._unsharded: list[nn.Parameter] = []
@@ -164,7 +164,7 @@ class ParamGroup:
 
     def adopt_assigned(self) -> None:
         """Values that someone assigned to a module in place of a parameter; nothing is looked at if none were."""
-        if self._owners.hold(self.registered):
+        if self._places.hold(self.registered):
             return
         if self.is_unsharded or self._kept is not None:
             raise VescaleError(
@@ -195,14 +195,14 @@ class ParamGroup:
     def take_over(self, params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
         """Manage these Parameter objects, with these local values, instead of the ones made here."""
         self.shards.take_over(params, values)
-        self._owners.put(self.shards.params, sharded=True)
+        self._places.put(self.shards.params, sharded=True)
 
     def release(self) -> None:
         """Take the hooks off; the modules keep the sharded parameters."""
         self.to_sharded()
         for hook in self._hooks:
             hook.remove()
-        self._owners.release()
+        self._places.release()
 
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         self.to_sharded()
@@ -249,7 +249,7 @@ class ParamGroup:
             for sharded, unsharded in zip(self.shards.params, self._unsharded, strict=True):
                 if sharded.requires_grad != unsharded.requires_grad:
                     unsharded.requires_grad_(sharded.requires_grad)
-        self._owners.put(self._unsharded, sharded=False)
+        self._places.put(self._unsharded, sharded=False)
         self._kept = None
         self.is_unsharded = True
 
@@ -271,7 +271,7 @@ class ParamGroup:
             self._put_away(self.shards.params)
 
     def _put_away(self, registered: Sequence[nn.Parameter]) -> None:
-        self._owners.put(registered, sharded=True)
+        self._places.put(registered, sharded=True)
         if self.is_unsharded:
             self.is_unsharded = False
             self._free_whole()
@@ -388,49 +388,3 @@ class ParamGroup:
         self.drop_gather()
         self.to_sharded()
         self.phase = Phase.IDLE
-
-
-class _Owners:
-    """The places in modules that hold a group's parameters, and the traps on inner modules while those are sharded."""
-
-    def __init__(self, managed: Sequence[ManagedParam], wrapped: Sequence[nn.Module]) -> None:
-        fqns: dict[nn.Module, list[str]] = {}
-        for each in managed:
-            for module, _ in each.owners:
-                if module not in wrapped:
-                    fqns.setdefault(module, []).append(each.fqn)
-        self._traps = [
-            (cast(Any, module)._forward_pre_hooks, Trap(names, wrapped[0])) for module, names in fqns.items()
-        ]
-        self._fast: list[tuple[dict[str, nn.Parameter | None], str, int]] = []
-        self._slow: list[tuple[nn.Module, str, int]] = []
-        for i, each in enumerate(managed):
-            for module, name in each.owners:
-                if type(module).__setattr__ is nn.Module.__setattr__:
-                    self._fast.append((module._parameters, name, i))
-                else:
-                    self._slow.append((module, name, i))
-
-    def hold(self, params: Sequence[nn.Parameter]) -> bool:
-        """Whether the modules hold these very parameters."""
-        return all(parameters.get(name) is params[i] for parameters, name, i in self._fast)
-
-    def put(self, params: Sequence[nn.Parameter], *, sharded: bool) -> None:
-        # nn.Module.__setattr__ checks what we know, and costs ten times as much.
-        for parameters, name, i in self._fast:
-            parameters[name] = params[i]
-        for module, name, i in self._slow:
-            setattr(module, name, params[i])
-        # Hooks that are always there would cost every forward; these are gone while the parameters are usable.
-        for hooks, trap in self._traps:
-            if sharded:
-                hooks[_TRAP] = trap
-            else:
-                hooks.pop(_TRAP, None)
-
-    def release(self) -> None:
-        for hooks, _ in self._traps:
-            hooks.pop(_TRAP, None)
-
-
-_TRAP = "vescale_fsdp.Trap"
