@@ -187,5 +187,6 @@ def default_mesh() -> DeviceMesh:
     """All ranks in one axis, on the accelerator if there is one."""
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    # Whether it is there: a build for CUDA names one on any machine.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))

@@ -611,3 +611,21 @@ def test_inputs_and_outputs_are_cast_inside_containers() -> None:
     result = model(Result(batch(0, 1), {"n": torch.arange(3)}))
     assert result.value.dtype == result.extra["half"].dtype == torch.float32
     model.zero_grad()
+
+
+def cuda_that_is_not_there(check_available: bool = False) -> torch.device | None:
+    """What torch says in a build for CUDA on a machine without a device."""
+    return None if check_available else torch.device("cuda")
+
+
+@ranks(2)
+def test_a_build_for_an_accelerator_that_is_not_there_trains_on_the_cpu() -> None:
+    before = torch.accelerator.current_accelerator
+    torch.accelerator.current_accelerator = cuda_that_is_not_there
+    try:
+        model = nn.Linear(4, 4)
+        fully_shard(model)
+        model(batch(0, 2, width=4)).sum().backward()
+        assert model.weight.device_mesh.device_type == "cpu"
+    finally:
+        torch.accelerator.current_accelerator = before
