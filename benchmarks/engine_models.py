@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 
-from vescale_fsdp import FSDPModule, InPlaceReduceScatter, fully_shard, fuse_gradient_accumulation
+from vescale_fsdp import ExchangeReduceScatter, FSDPModule, fully_shard, fuse_gradient_accumulation
 from vescale_fsdp.optim import flat
 
 
@@ -190,7 +190,7 @@ def wrap_ours_opted_in(model: GPT, mesh: DeviceMesh, policy: Policy) -> Wrapped:
         fuse_gradient_accumulation(model)
     for module in model.modules():
         if isinstance(module, FSDPModule) and mesh.size() > 1:
-            module.set_custom_reduce_scatter(InPlaceReduceScatter())
+            module.set_custom_reduce_scatter(ExchangeReduceScatter())
     model.set_num_modules_to_forward_prefetch(1)
     return model, optimizer
 

@@ -3,7 +3,7 @@
 Reading order; a file imports only what stands before it:
 
     errors _torch fsdp2_seams nested policy spec layout formats hookspecs constraints plugins plan planner testing
-    shapes wishes model_plan advisor picture simulate mesh in_place home preflight managed guards group grouping
+    shapes wishes model_plan advisor picture simulate mesh gloo_comms home preflight managed guards group grouping
     replicas first_use schedule state fused_gradients caching_allocator footprint step_memory module forward_method
     comm_context broadcast ema fully_shard grad_clip optim checkpoint report demo cli
 
@@ -32,9 +32,9 @@ from .formats.block_format import BlockFormat
 from .forward_method import register_fsdp_forward_method
 from .fully_shard import fully_shard
 from .fused_gradients import FusedGradients, fuse_gradient_accumulation
+from .gloo_comms import ExchangeReduceScatter, InPlaceReduceScatter
 from .grad_clip import clip_grad_norm_
 from .hookspecs import hookimpl
-from .in_place import InPlaceReduceScatter
 from .module import FSDPModule, UnshardHandle
 from .policy import ParamPolicy
 from .report import explain, report, traffic
@@ -44,6 +44,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CheckpointError",
     "DataParallelMeshDims",
+    "ExchangeReduceScatter",
     "FSDPModule",
     "FusedGradients",
     "InPlaceReduceScatter",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .gloo_comms import ExchangeReduceScatter
 from .group.encoded_group import EncodedGroup
 from .group.extension_group import ExtensionGroup
 from .group.gradients import portion_nbytes
@@ -78,7 +79,7 @@ def footprint_of_group(group: ParamGroup) -> GroupFootprint | None:
         kept=_kept_numel(group, share) * group.compute_dtype.itemsize,
         grads=tuple(numel * group.compute_dtype.itemsize for numel in numels),
         doubled_grads=twice * group.compute_dtype.itemsize,
-        portion=staged * portion,
+        portion=(2 if isinstance(comm, ExchangeReduceScatter) else staged) * portion,
         num_portions=num_portions,
         num_at_once=num_portions if group.device.type not in ("cpu", "meta") else 1,
         reduced=share * reduce_dtype.itemsize * staged if stored and (is_cast or staged > 1) else 0,

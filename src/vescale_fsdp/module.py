@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
 from . import _torch
+from .gloo_comms import GlooReduceScatter
 from .group.param_group import ParamGroup
-from .in_place import InPlaceReduceScatter
 from .state import ModuleState, find_state
 
 __all__ = ["FSDPModule", "UnshardHandle"]
@@ -115,7 +115,7 @@ class FSDPModule(TorchFSDPModule):
         then called with the buffers themselves, may overwrite its input, and allocates nothing (not in torch).
         """
         groups = list(self._groups())
-        if isinstance(comm, InPlaceReduceScatter):
+        if isinstance(comm, GlooReduceScatter):
             for group in groups:
                 comm.check(group.mesh.group)
         for group in groups:

@@ -1,4 +1,4 @@
-"""The reduce-scatter that sums in the gradients' own buffer: the same bits, nothing copied for it, gloo alone."""
+"""Reduce-scatters for gloo: the same gradients, nothing copied around them, gloo alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale_fsdp import InPlaceReduceScatter, MixedPrecisionPolicy, VescaleError, fully_shard, traffic
+from vescale_fsdp import (
+    ExchangeReduceScatter,
+    InPlaceReduceScatter,
+    MixedPrecisionPolicy,
+    VescaleError,
+    fully_shard,
+    report,
+    traffic,
+)
 
 
 def train(kind: type[nn.Module], comm: Any, shard: Callable[..., Any] = fully_shard, **options: Any) -> list[Any]:
@@ -66,15 +74,73 @@ def test_replicas_sum_the_same_bits() -> None:
 
 
 @ranks(2)
-def test_torchs_fsdp2_takes_it() -> None:
-    mine, theirs = (train(Tower, comm, torch_fully_shard) for comm in (InPlaceReduceScatter(), None))
-    assert all(map(torch.equal, mine, theirs))
+def test_two_ranks_exchange_to_the_bits_of_gloos_own_reduce_scatter() -> None:
+    for kind in (Tower, Odd):
+        for policy in POLICIES.values():
+            for options in ({"mp_policy": policy}, {"mp_policy": policy, "max_lanes": 3}):
+                mine, theirs = train(kind, ExchangeReduceScatter(), **options), train(kind, None, **options)
+                assert len(mine) == len(theirs) > 0
+                assert all(map(torch.equal, mine, theirs))
+
+
+@ranks(3, 4)
+def test_more_ranks_exchange_to_the_same_sums_but_for_rounding() -> None:
+    for kind in (Tower, Odd):
+        for options in ({}, {"max_lanes": 3}):
+            mine, theirs = train(kind, ExchangeReduceScatter(), **options), train(kind, None, **options)
+            assert len(mine) == len(theirs) > 0
+            for one, other in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=["sum", "average"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64], ids=str)
+@ranks(1, 4)
+def test_an_exchange_adds_in_the_order_of_ranks(dtype: torch.dtype, op: Any) -> None:
+    size = dist.get_world_size()
+    inputs = [(8 * torch.randn(size * 5, generator=torch.Generator().manual_seed(i))).to(dtype) for i in range(size)]
+    if op == dist.ReduceOp.AVG and not dtype.is_floating_point:
+        return
+    output = torch.empty(5, dtype=dtype)
+    mine = inputs[dist.get_rank()].clone()
+    ExchangeReduceScatter()(output, mine, dist.group.WORLD, op)  # type: ignore[arg-type]
+    wide = torch.float32 if dtype.is_floating_point else dtype
+    expected = torch.zeros(5, dtype=wide)
+    for each in inputs:
+        expected += each.view(size, 5)[dist.get_rank()].to(wide)
+    expected = expected.to(dtype)
+    assert torch.equal(output, expected / size if op == dist.ReduceOp.AVG else expected)
+    assert torch.equal(mine, inputs[dist.get_rank()])
+
+
+@ranks(1)
+def test_an_exchange_only_sums_and_averages() -> None:
+    with pytest.raises(ValueError, match="expected a sum or an average, got"):
+        ExchangeReduceScatter()(torch.zeros(4), torch.zeros(4), dist.group.WORLD, dist.ReduceOp.MAX)  # type: ignore[arg-type]
 
 
 @ranks(2)
-def test_nothing_is_copied_around_it() -> None:
+def test_the_buffer_of_an_exchange_is_in_the_report() -> None:
+    model = Tower()
+    fully_shard(model)
+    before = report(model)
+    model.set_custom_reduce_scatter(ExchangeReduceScatter())  # type: ignore[operator]
+    (group,) = before.groups
+    assert report(model).groups[0].peak_nbytes_bound == (group.peak_nbytes_bound or 0) + group.whole_nbytes
+
+
+@pytest.mark.parametrize("kind", [InPlaceReduceScatter, ExchangeReduceScatter])
+@ranks(2)
+def test_torchs_fsdp2_takes_it(kind: Any) -> None:
+    mine, theirs = (train(Tower, comm, torch_fully_shard) for comm in (kind(), None))
+    assert all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("kind", [InPlaceReduceScatter, ExchangeReduceScatter])
+@ranks(2)
+def test_nothing_is_copied_around_it(kind: Any) -> None:
     copied = []
-    for comm in (InPlaceReduceScatter(), None):
+    for comm in (kind(), None):
         model = copy.deepcopy(Tower())
         fully_shard(model)
         if comm is not None:
@@ -112,9 +178,10 @@ def test_a_users_collective_that_says_is_in_place_gets_the_gradients_buffer_itse
     assert comm.calls[0][1] >= 4 * sum(param.numel() for param in model.parameters())
 
 
+@pytest.mark.parametrize("kind", [InPlaceReduceScatter, ExchangeReduceScatter])
 @ranks(1)
-def test_other_backends_and_asynchronous_calls_are_refused() -> None:
-    group, comm = dist.group.WORLD, InPlaceReduceScatter()
+def test_other_backends_and_asynchronous_calls_are_refused(kind: Any) -> None:
+    group, comm = dist.group.WORLD, kind()
     assert group is not None
     with pytest.raises(NotImplementedError, match="async_op=True is not built"):
         comm(torch.zeros(4), torch.zeros(4), group, dist.ReduceOp.SUM, async_op=True)
@@ -122,7 +189,7 @@ def test_other_backends_and_asynchronous_calls_are_refused() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     model = nn.Linear(4, 4)
     fully_shard(model)
-    wanted = "expected a gloo process group, got fake over 4 ranks, where an all-reduce moves several times"
+    wanted = "expected a gloo process group, got fake over 4 ranks, whose own reduce-scatter is faster"
     with pytest.raises(VescaleError, match=re.escape(wanted)):
         model.set_custom_reduce_scatter(comm)  # type: ignore[operator]
     with pytest.raises(VescaleError, match=re.escape(wanted)):
