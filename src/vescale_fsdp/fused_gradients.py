@@ -45,10 +45,12 @@ def fuse_gradient_accumulation(model: nn.Module) -> FusedGradients:
 
     Fused is each `nn.Linear` and `nn.Embedding` that computes as torch's own does, with a plain weight that is reduced
     in the dtype of computation, over more than one rank. While frozen, under autocast, functorch or torch.compile, and
-    for inputs of another kind or dtype, it runs as before; biases always do. Backward through its backward raises.
+    for inputs of another kind or dtype, or complex ones, it runs as before. Backward through its backward raises.
 
-    Bits are those of the usual step where a weight is used once between two reductions; further uses are added inside
-    the matrix product, which rounds once where autograd rounds twice.
+    Bits are those of the usual step where a weight is used once between two reductions, but for embeddings in bfloat16
+    and float16, whose rows autograd adds with more rounding, and for biases of inputs that are not contiguous. Further
+    uses of a weight are added inside the matrix product, which rounds once where autograd rounds twice. A weight with a
+    hook of its own is not fused; one that gets its hook after forward has no gradient to show to it.
 
     Raises VescaleError if there is no such layer.
     """
@@ -103,6 +105,7 @@ class _Fused:
         return (
             torch.is_grad_enabled()
             and weight.requires_grad
+            and not weight._backward_hooks
             and self._group.lends(self._index, weight)
             and type(input) in (Tensor, nn.Parameter)
             and not torch.is_autocast_enabled(input.device.type)
@@ -128,7 +131,7 @@ class _Fused:
 
 class _FusedLinear(_Fused):
     def _takes(self, input: Tensor, weight: Tensor) -> bool:
-        return input.dtype == weight.dtype and input.dim() > 0
+        return input.dtype == weight.dtype and input.dim() > 0 and not weight.is_complex()
 
     def _run(self, input: Tensor) -> Tensor:
         return cast(Tensor, cast(Any, _Linear).apply(input, self._module.weight, self._module.bias, self))

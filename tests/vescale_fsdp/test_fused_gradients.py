@@ -216,3 +216,31 @@ def test_models_without_such_a_layer_are_refused_and_remove_undoes() -> None:
         fused.remove()
         assert fused.weights == ()
         assert all("forward" not in vars(module) for module in (*usual.modules(), *model.modules()))
+
+
+class Hooked(Tower):
+    """Registers a hook on the gathered weight in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.head.weight.register_hook(lambda grad: grad * 2)
+        return super().forward(x)
+
+
+def complex_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 4, dtype=torch.cfloat), nn.Linear(4, 3, dtype=torch.cfloat))
+
+
+@pytest.mark.parametrize("kind", [Hooked, complex_layers])
+@ranks(2)
+def test_complex_weights_and_weights_with_hooks_have_the_usual_gradients(kind: Callable[[], nn.Module]) -> None:
+    found = []
+    for is_fused in (True, False):
+        torch.manual_seed(0)
+        model = kind()
+        fully_shard(model)
+        if is_fused:
+            fuse_gradient_accumulation(model)
+        x = batch(0, 2, dist.get_rank()).to(next(model.parameters()).dtype)
+        model(x).abs().square().mean().backward()
+        found.append([param.grad.to_local() for param in model.parameters()])  # type: ignore[union-attr]
+    assert all(map(torch.equal, *found))

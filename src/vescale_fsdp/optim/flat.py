@@ -56,6 +56,7 @@ def flat(optimizer: Optimizer, model: nn.Module) -> Optimizer:
         raise ValueError(f"flat: {type(model).__name__} holds no module that vescale_fsdp.fully_shard wrapped")
     make: Callable[..., Optimizer] = type(optimizer)
     shadow = make([torch.zeros(0)])
+    shadow.defaults = optimizer.defaults  # Adagrad makes states from them
     optimizer.__class__ = kind
     assert isinstance(optimizer, _Flat)
     optimizer._flattened = Flattened(optimizer, shadow, model)
@@ -111,7 +112,7 @@ class Flattened:
         if not self._is_current:
             self.regroup()
         states, groups = self._optimizer.state, self._optimizer.param_groups
-        alone = list(self._others)
+        known, alone = len(states), list(self._others)
         is_shown = self._shown.is_all_of(states)
         for strip in self._strips:
             alone += strip.prepare(states, tuple([joins(strip.flat, group) for group in groups]), is_shown=is_shown)
@@ -134,6 +135,9 @@ class Flattened:
             tile.release()
         for strip in self._strips:
             strip.conclude(states)
+        if len(states) != known:
+            _put_in_order(states, groups)
+            is_shown = False
         if not is_shown or self._cut_version != self._num_changes:
             self._shown = _Shown(states)
 
@@ -157,6 +161,13 @@ class Flattened:
         for param in params:
             by_group[self._group_of[param]].append(param)
         yield from by_group.items()
+
+
+def _put_in_order(states: dict[Tensor, Any], groups: Sequence[Group]) -> None:
+    """Each rank made them in the order of its own pieces, but collectives over states go by one order on all ranks."""
+    for param in chain.from_iterable(group["params"] for group in groups):
+        if param in states:
+            states[param] = states.pop(param)
 
 
 class _Shown:

@@ -13,10 +13,14 @@ import torch.distributed.checkpoint as dcp
 from ranks import ranks
 from small_models import Odd, Tower, batch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp import clip_grad_norm_, fully_shard
+from vescale_fsdp import ParamPolicy, clip_grad_norm_, fully_shard
 from vescale_fsdp.errors import VescaleError
 from vescale_fsdp.optim import flat, tiles
 from vescale_fsdp.optim.strip import Strip
@@ -411,3 +415,50 @@ def test_what_flat_does_not_know_is_refused() -> None:
         flat(scheduled, model)
     with pytest.raises(VescaleError, match="was copied or unpickled"):
         copy.copy(flat(torch.optim.SGD(model.parameters(), lr=0.1), model)).step()
+
+
+class Pieces(nn.Module):
+    """Whole tensors and cut ones: on three ranks, each holds other pieces, in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((rows, 5), float(rows)) for rows in (3, 40, 3, 41, 40, 40, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((weight.square().sum() for weight in self.weights), x.sum())
+
+
+def policy(fqn: str, param: nn.Parameter) -> ParamPolicy:
+    return ParamPolicy(granularity={3: "whole", 40: "rows:20", 41: "rows:1", 7: "rows:7"}[param.shape[0]])
+
+
+@ranks(3, 4)
+def test_states_stand_in_the_optimizers_order_on_every_rank() -> None:
+    orders = []
+    for is_flat in (True, False):
+        model = Pieces()
+        fully_shard(model, param_policy=policy, max_lanes=1)
+        optim: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optim = flat(optim, model) if is_flat else optim
+        model(torch.ones(1)).backward()
+        optim.step()
+        names = {param: name for name, param in model.named_parameters()}
+        orders.append([names[param] for param in optim.state])
+        values = get_optimizer_state_dict(model, optim, options=StateDictOptions(full_state_dict=True))
+        assert values["state"].keys() == set(names.values())
+    assert orders[0] == orders[1] == list(names.values())
+
+
+@ranks(2)
+def test_states_of_a_group_that_is_added_begin_as_the_optimizers_defaults_say() -> None:
+    weights = []
+    for is_flat in (True, False):
+        model = wrapped()
+        first, *others = model.parameters()
+        optim: torch.optim.Optimizer = torch.optim.Adagrad([first], lr=0.1, initial_accumulator_value=0.1)
+        optim = flat(optim, model) if is_flat else optim
+        optim.add_param_group({"params": others})
+        model(batch(0, 2, dist.get_rank())).square().mean().backward()
+        optim.step()
+        weights.append([param.to_local() for param in others])  # type: ignore[attr-defined]
+    assert all(map(torch.equal, *weights))
