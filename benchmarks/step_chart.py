@@ -39,7 +39,7 @@ def drawn(report: dict[str, Any]) -> Any:
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_yticks(range(len(report)), [f"{name}\n{case['ranks']} ranks" for name, case in report.items()])
     axes.set_ylim(len(report) - 0.5, -0.5)
-    axes.set_xlim(0.6, 1.05)
+    axes.margins(x=0.02)
     axes.set_xlabel("time of a step / FSDP2's in the same round")
     axes.grid(axis="x", color=GREY, alpha=0.3)
     axes.spines[["top", "right", "left"]].set_visible(False)
