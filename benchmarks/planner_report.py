@@ -109,7 +109,7 @@ Of the same cells, those that pad at most {REACHABLE_PCT:g} %:
 
 {worst_table(lines)}
 
-Planning a whole model, equal groups once, CPU time on one core of a busy machine:
+Planning a whole model, equal groups once, CPU time on one core:
 
 {time_table(lines)}
 """

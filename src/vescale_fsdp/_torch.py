@@ -54,6 +54,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "forget_state",
+    "has_hooks",
     "in_backward",
     "in_fake_mode",
     "in_functorch",
@@ -267,6 +268,11 @@ def labelled(name: str) -> AbstractContextManager[Any]:
 def premul_sum(factor: float) -> Any:
     """NCCL's reduction that multiplies each input by `factor` first (1.13)."""
     return cast(Any, dist.ReduceOp.PREMUL_SUM)(factor)
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether someone waits for the tensor's gradient by `register_hook` (0.2)."""
+    return bool(cast(Any, tensor)._backward_hooks)
 
 
 def post_accumulate_hooks(param: torch.Tensor) -> Iterable[Callable[[torch.Tensor], None]]:

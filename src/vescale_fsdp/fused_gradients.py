@@ -105,7 +105,7 @@ class _Fused:
         return (
             torch.is_grad_enabled()
             and weight.requires_grad
-            and not weight._backward_hooks
+            and not _torch.has_hooks(weight)
             and self._group.lends(self._index, weight)
             and type(input) in (Tensor, nn.Parameter)
             and not torch.is_autocast_enabled(input.device.type)
